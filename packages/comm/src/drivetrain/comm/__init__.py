@@ -1,0 +1,1 @@
+"""Named meshes, typed collectives and a ledger of what they cost."""

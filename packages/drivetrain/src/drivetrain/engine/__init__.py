@@ -1,0 +1,1 @@
+"""The Drivetrain engine: configure, launch, train, checkpoint, observe."""

@@ -1,0 +1,1 @@
+"""Hot arithmetic: optimizers and ops, each with a plain-torch reference."""

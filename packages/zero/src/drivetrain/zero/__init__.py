@@ -1,0 +1,1 @@
+"""ZeRO stages 0 to 3 as policies over one core."""
