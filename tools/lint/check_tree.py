@@ -20,7 +20,7 @@ REGISTRY_HOST = re.compile(
     r"\b(?:pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.org|npmjs\.(?:org|com))\b"
 )
 # Absolute folders that exist on one machine only.
-MACHINE_PATH = re.compile(r"(?<![\w./:}\])*-])/(?:root|work|home|Users|opt|mnt|tmp)/\w")
+MACHINE_PATH = re.compile(r"(?<![\w./:}\])*-])/(?:root|work|home|Users|opt|mnt|tmp)/[\w.]")
 NOT_TEXT = frozenset({".png", ".jpg", ".svg", ".gif", ".ico", ".safetensors", ".bin", ".pt", ".gz", ".npz"})
 
 
