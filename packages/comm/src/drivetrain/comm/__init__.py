@@ -1,1 +1,36 @@
 """Named meshes, typed collectives and a ledger of what they cost."""
+
+from drivetrain.comm.collectives import (
+    Handle,
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    reduce_scatter,
+)
+from drivetrain.comm.errors import CollectiveError
+from drivetrain.comm.ledger import Ledger, LedgerEntry
+from drivetrain.comm.mesh import AXES, Axis, Mesh
+from drivetrain.comm.setup import World, init, shutdown
+
+__all__ = [
+    "AXES",
+    "Axis",
+    "CollectiveError",
+    "Handle",
+    "Ledger",
+    "LedgerEntry",
+    "Mesh",
+    "World",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "init",
+    "reduce_scatter",
+    "shutdown",
+]

@@ -1,0 +1,207 @@
+"""Ranks arranged along named axes, and the communicators over them.
+
+Problem: a job with several kinds of parallelism needs many overlapping groups of ranks, and a process group can only be made if all
+ranks make the same ones in the same order.
+
+Idea: the ranks are the cells of one grid, row-major over ``AXES``: neighbours along the last axes are neighbours in rank, so the axes
+that talk most (tensor, expert) stay inside a host. A group is asked for by the names of the axes that it runs along. ``Mesh`` is the only maker of
+process groups.
+
+Invariants:
+
+- ``Mesh.axis`` is collective over the world the first time for given names and channel, and a look-up afterwards;
+- within a group, ranks are in the order of the grid, first-named axis outermost, whatever order the names were given in;
+- an axis of one rank owns no process group unless somebody asks for it (``Axis.group``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from drivetrain.comm.ledger import Ledger
+from drivetrain.comm.setup import World
+
+AXES = ("pipeline", "data", "shard", "sequence", "tensor", "expert")
+"""The names of the axes, outermost first."""
+
+
+class Axis:
+    """A communicator over one or several axes of a mesh: what collectives take. Made by ``Mesh.axis`` only.
+
+    Attributes:
+        name: the axes' names joined by ``+``.
+        channel: which of several independent streams of collectives over the same ranks.
+        size, rank: how many ranks, and which of them this is.
+        ranks: the ranks in the world, by rank in the axis.
+        backend, device: what carries the tensors, and where they live.
+        ledger: where collectives on this axis are counted.
+    """
+
+    def __init__(
+        self, *, name: str, channel: str, ranks: tuple[int, ...], world: World, ledger: Ledger, make: Callable[[], dist.ProcessGroup]
+    ) -> None:
+        self.name = name
+        self.channel = channel
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = ranks.index(world.rank)
+        self.world = world
+        self.backend = world.backend
+        self.device = world.device
+        self.ledger = ledger
+        self._make = make
+        self._group = make() if self.size > 1 else None
+        self._sequence = itertools.count()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of torch.distributed."""
+        if self._group is None:
+            self._group = self._make()
+        return self._group
+
+    def next_sequence(self) -> int:
+        """The number of the next collective on this axis. Every rank of the axis must issue the same ones in the same order."""
+        return next(self._sequence)
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, channel={self.channel!r}, rank={self.rank}, ranks={self.ranks})"
+
+
+class Mesh:
+    """The grid of all ranks along named axes.
+
+    Attributes:
+        world: this process' place.
+        ledger: counts the collectives on all axes.
+        device: where tensors live.
+        sizes: the length of every axis of ``AXES``, in that order.
+    """
+
+    def __init__(self, world: World, sizes: dict[str, int], ledger: Ledger) -> None:
+        self.world = world
+        self.ledger = ledger
+        self.device = world.device
+        self.sizes = sizes
+        self._axes: dict[tuple[tuple[str, ...], str], Axis] = {}
+        self._device_mesh: DeviceMesh | None = None
+
+    @classmethod
+    def create(
+        cls,
+        world: World,
+        *,
+        pipeline: int = 1,
+        data: int = 1,
+        shard: int | None = None,
+        sequence: int = 1,
+        tensor: int = 1,
+        expert: int = 1,
+        ledger: Ledger | None = None,
+    ) -> Mesh:
+        """Arrange all ranks of ``world``. ``shard=None`` takes the ranks that the other axes leave.
+
+        Raises:
+            ValueError: a size is not positive, or the product of the sizes is not the number of ranks.
+        """
+        given = {"pipeline": pipeline, "data": data, "shard": shard, "sequence": sequence, "tensor": tensor, "expert": expert}
+        for name, size in given.items():
+            if size is not None and size < 1:
+                raise ValueError(f"mesh axis '{name}' has size {size}; it must be at least 1")
+        fixed = math.prod(size for size in given.values() if size is not None)
+        if shard is None and world.size % fixed:
+            raise ValueError(f"{_product(given)} = {fixed} does not divide the world of {world.size} ranks: no size is left for 'shard'")
+        sizes = {name: world.size // fixed if size is None else size for name, size in given.items()}
+        if math.prod(sizes.values()) != world.size:
+            raise ValueError(f"{_product(given)} = {fixed}, but the world has {world.size} ranks; the product must be that number")
+        return cls(world, sizes, ledger if ledger is not None else Ledger())
+
+    def axis(self, *names: str, channel: str = "main") -> Axis:
+        """The communicator of this rank along the named axes. COLLECTIVE over the world on the first use of (names, channel).
+
+        Raises:
+            ValueError: no name, an unknown name, or a name given twice.
+        """
+        for name in names:
+            if name not in AXES:
+                raise ValueError(f"unknown mesh axis '{name}'; the axes are {', '.join(AXES)}")
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"axis() takes one or several different names, got {names}; the axes are {', '.join(AXES)}")
+        ordered = tuple(name for name in AXES if name in names)
+        key = (ordered, channel)
+        if key not in self._axes:
+            groups = list(self._groups(ordered))
+            mine = next(ranks for ranks in groups if self.world.rank in ranks)
+            self._axes[key] = Axis(
+                name="+".join(ordered),
+                channel=channel,
+                ranks=mine,
+                world=self.world,
+                ledger=self.ledger,
+                make=lambda: self._make_group(groups, mine, "+".join(ordered), channel),
+            )
+        return self._axes[key]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The same grid for torch's DTensor and checkpoint. COLLECTIVE over the world on the first use."""
+        if self._device_mesh is None:
+            grid = torch.arange(self.world.size, dtype=torch.int).reshape(tuple(self.sizes.values()))
+            self._device_mesh = DeviceMesh.from_group(
+                [self.axis(name).group for name in AXES], self.device.type, mesh=grid, mesh_dim_names=AXES
+            )
+        return self._device_mesh
+
+    def _groups(self, names: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+        """All groups along ``names``, in the order that every rank makes them."""
+        return groups_along(self.sizes, names)
+
+    def _make_group(
+        self, groups: list[tuple[int, ...]], mine: tuple[int, ...], name: str, channel: str
+    ) -> dist.ProcessGroup:
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError(f"axis '{name}': no process group is running. Call drivetrain.comm.init() before Mesh.create().")
+        if self.world.size == 1 or (len(groups) == 1 and channel == "main" and self.world.backend != "gloo"):
+            return world  # on gloo our point-to-point tags must not meet those of other users of the world's group
+        description = f"{name}:{channel}"
+        if len(mine) == 1:
+            return dist.new_group(list(mine), backend="gloo", use_local_synchronization=True, group_desc=description)
+        found = None
+        for ranks in groups:
+            made = dist.new_group(
+                list(ranks), timeout=self.world.timeout, backend=self.world.backend, group_desc=description
+            )
+            found = made if ranks == mine else found
+        if found is None:
+            raise RuntimeError(f"axis '{name}': rank {self.world.rank} is in none of the groups {groups}")
+        return found
+
+
+def groups_along(sizes: dict[str, int], names: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+    """The groups of ranks of a row-major grid that differ only along ``names``. Pure: every rank computes the same list.
+
+    The groups partition all ranks; each is in ascending order, and the groups are ordered by their first rank.
+    """
+    stride, strides = 1, {}
+    for name in reversed(tuple(sizes)):
+        strides[name] = stride
+        stride *= sizes[name]
+
+    def offsets(along: tuple[str, ...]) -> list[int]:
+        steps = [[i * strides[name] for i in range(sizes[name])] for name in along]
+        return [sum(step) for step in itertools.product(*steps)]
+
+    within = offsets(tuple(name for name in sizes if name in names))
+    for start in offsets(tuple(name for name in sizes if name not in names)):
+        yield tuple(start + step for step in within)
+
+
+def _product(sizes: dict[str, int | None]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
