@@ -1,1 +1,20 @@
-"""ZeRO stages 0 to 3 as policies over one core."""
+"""ZeRO stages 0 to 3 as policies over one core. Start reading in `drivetrain.zero.api`."""
+
+from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
+from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, StepResult
+from drivetrain.zero.policy import Policy
+from drivetrain.zero.precision import LossScalePolicy, LossScaler
+from drivetrain.zero.state import FlatSlice
+
+__all__ = [
+    "FlatSlice",
+    "LossScalePolicy",
+    "LossScaler",
+    "ModelStateBytes",
+    "NonFiniteGradientError",
+    "Policy",
+    "ShardedModule",
+    "ShardedOptimizer",
+    "StepResult",
+    "shard",
+]

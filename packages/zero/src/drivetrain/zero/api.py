@@ -1,0 +1,239 @@
+"""Read this first: `shard` splits a module over ranks, `ShardedModule` is what it gives back.
+
+    module = build_model()                                     # any nn.Module, same code as without sharding
+    sharded = shard(module, mesh, Policy(stage=3))             # module's parameters now live in buckets
+    optimizer = ShardedOptimizer(sharded, torch.optim.AdamW(module.parameters(), lr=1e-3))
+    loss = module(batch).mean()                                # hooks bring parameters in and let them go
+    loss.backward()                                            # gradients leave for their owners as they are made
+    optimizer.step()                                           # each rank updates its shard
+
+The rooms, from small to large: `layout` (who owns what, pure), `bucket` (storage), `unit` (buckets of one block), `grouping`
+(which parameters form a unit), `exchange` and `reducer` (gradients), `order` and `residency` (parameters), `hooks`
+(where all of it meets autograd), `optimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from drivetrain.comm import Axis, Mesh, all_gather, broadcast
+from drivetrain.zero.bucket import Bucket
+from drivetrain.zero.exchange import GradientExchange
+from drivetrain.zero.grouping import Group, NamedParameter, group_parameters, named_parameters, split_by_kind
+from drivetrain.zero.hooks import Hooks
+from drivetrain.zero.layout import fill_buckets
+from drivetrain.zero.policy import Policy
+from drivetrain.zero.reducer import GradientReducer
+from drivetrain.zero.residency import Residency
+from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStateBytes:
+    """Bytes of model states that one rank holds at this moment."""
+
+    parameters: int
+    gradients: int
+    master: int
+    gathered: int  # part of `parameters`: what stage 3 has whole now and will release
+
+
+class ShardedModule:
+    """A module whose parameters are stored, gathered and reduced according to a policy. Made by `shard`.
+
+    Attributes:
+        module: the module that was given, its hooks installed.
+        policy: the policy.
+        axis: the ranks that it is sharded over.
+        units: what is gathered and released together, root first.
+        buckets: all buckets, in the order of the units.
+        closes_step: whether the next backward pass is the last one before the optimizer step. Only stages that
+            reduce once per step ask; with False they keep accumulating on their own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        axis: Axis,
+        units: tuple[Unit, ...],
+        residency: Residency,
+        reducer: GradientReducer,
+    ) -> None:
+        self.module = module
+        self.policy = policy
+        self.axis = axis
+        self.units = units
+        self.residency = residency
+        self.reducer = reducer
+        self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
+        self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
+        self.closes_step = True
+        self.hooks = Hooks(module, units, residency, reducer, self._reduces)
+
+    def _reduces(self) -> bool:
+        return self.policy.reduces_every_micro_batch or self.closes_step
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context accumulate without reducing, where the stage keeps whole gradients.
+
+        Stages 2 and 3 keep no whole gradients: they go on reducing, which gives the same sum.
+        """
+        before, self.closes_step = self.closes_step, False
+        try:
+            yield
+        finally:
+            self.closes_step = before
+
+    def zero_grad(self) -> None:
+        """Forget the gradients accumulated so far."""
+        self.hooks.backward.settle()
+        self.reducer.drain()
+        self.reducer.clear()
+
+    def refresh_parameters(self) -> None:
+        """Make every rank's parameters follow from the shards, after these were written to (by a load). Collective."""
+        self.residency.release_all()
+        for bucket in self.buckets:
+            bucket.publish_master()
+            if bucket.resident:
+                bucket.gather(self.axis).wait()
+
+    def refresh_master(self) -> None:
+        """Complete master weights of which each rank loaded its own shard only (stage 0). Collective."""
+        for bucket in self.trainable_buckets:
+            if not bucket.split and bucket.master is not bucket.full:
+                all_gather(bucket.master, bucket.master[bucket.own], self.axis).wait()
+
+    def model_slices(self) -> dict[str, FlatSlice]:
+        """This rank's part of every parameter, by canonical name, in the highest precision there is."""
+        slices: dict[str, FlatSlice] = {}
+        for bucket in self.buckets:
+            for slot, piece in zip(bucket.slots, bucket.own_pieces(), strict=True):
+                data = bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
+                slices[slot.name] = FlatSlice(data=data, offset=piece.start, shape=slot.shape)
+        return slices
+
+    def buffer_slices(self) -> dict[str, FlatSlice]:
+        """Persistent buffers, by name; rank 0 writes them."""
+        slices = {}
+        for name, buffer in persistent_buffers(self.module):
+            flat = buffer.detach().view(-1)
+            slices[name] = FlatSlice(data=flat, offset=0, shape=buffer.shape, writes=self.axis.rank == 0)
+        return slices
+
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """Other names of tied parameters, by canonical name."""
+        slots = (slot for bucket in self.buckets for slot in bucket.slots)
+        return {slot.name: slot.names[1:] for slot in slots if len(slot.names) > 1}
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter whole, in the dtype it computes in, unit by unit; each is valid until the next. Collective."""
+        for unit in self.units:
+            was_live = unit.live
+            unit.start_gather(self.axis)
+            unit.finish_gather()
+            for bucket in unit.buckets:
+                for slot in bucket.slots:
+                    yield slot.name, slot.parameter.detach()
+            if not was_live:
+                unit.release()
+
+    def bytes(self) -> ModelStateBytes:
+        """What this rank holds now."""
+        gathered = sum(b.full.untyped_storage().size() for b in self.buckets if not b.resident)
+        return ModelStateBytes(
+            parameters=sum(b.parameter_bytes for b in self.buckets),
+            gradients=sum(b.gradient_bytes for b in self.buckets),
+            master=sum(b.master_bytes for b in self.buckets if b.trainable),
+            gathered=gathered,
+        )
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that ``state_dict`` holds, with their names, each once."""
+    seen: set[int] = set()
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
+    """Split ``module`` over the mesh's shard axis as ``policy`` says. Collective: every rank calls it.
+
+    All ranks start from rank 0's values. Parameter objects stay the same, so optimizers and references made before
+    remain valid; parameters and buffers move to the mesh's device. Master weights start from the values as given, before
+    they are cast to ``policy.param_dtype``.
+
+    Raises:
+        ValueError: a parameter has no data (meta device) or no parameter is there at all.
+    """
+    _check(module, mesh)
+    axis = mesh.axis("shard")
+    _prepare_buffers(module, axis)
+    # With one rank there is nothing to gather from: stage 3 would only copy.
+    releases = policy.releases_parameters and axis.size > 1
+    groups = group_parameters(
+        module,
+        releases=releases,
+        persistence_numel=policy.persistence_numel,
+        persistence_total_numel=policy.persistence_total_numel,
+    )
+    units = tuple(_make_unit(index, group, policy, axis) for index, group in enumerate(groups))
+    buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
+    reduce_axis = mesh.axis("shard", channel="reduce")
+    residency = Residency(units, axis, policy)
+    reducer = GradientReducer(buckets, GradientExchange(policy, reduce_axis), reduce_axis, overlap=policy.overlap)
+    return ShardedModule(module, policy, axis, units, residency, reducer)
+
+
+def _check(module: nn.Module, mesh: Mesh) -> None:
+    parameters = named_parameters(module)
+    if not parameters:
+        raise ValueError(f"{type(module).__name__} has no parameters to shard")
+    meta = [p.name for p in parameters if p.parameter.is_meta]
+    if meta:
+        raise ValueError(
+            f"{len(meta)} parameters are on the meta device and have no data, the first is '{meta[0]}'; "
+            "give them values (module.to_empty and an initialisation, or load weights) before sharding"
+        )
+    replicas = {name: size for name, size in mesh.sizes.items() if name != "shard" and size > 1}
+    if replicas:
+        raise ValueError(f"this version shards over one axis, 'shard'; the mesh also has {replicas}")
+
+
+def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            moved = buffer.to(axis.device).contiguous()
+            broadcast(moved, axis).wait()
+            owner._buffers[name] = moved
+
+
+def _make_unit(index: int, group: Group, policy: Policy, axis: Axis) -> Unit:
+    buckets = []
+    for (dtype, _), parameters in split_by_kind(group.parameters).items():
+        for run in fill_buckets([p.parameter.numel() for p in parameters], policy.bucket_numel):
+            buckets.append(_make_bucket([parameters[i] for i in run], dtype, group, policy, axis))
+    return Unit(index, group.name, group.modules, buckets)
+
+
+def _make_bucket(
+    parameters: list[NamedParameter], dtype: torch.dtype, group: Group, policy: Policy, axis: Axis
+) -> Bucket:
+    return Bucket(
+        parameters,
+        dtype=policy.compute_dtype(dtype),
+        resident=group.resident,
+        splits_optimizer=policy.splits_optimizer,
+        axis=axis,
+    )

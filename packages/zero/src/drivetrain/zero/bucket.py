@@ -1,0 +1,176 @@
+"""Parameters of one dtype laid end to end: the unit of storage, of every collective and of the optimizer step.
+
+The problem: gathering and reducing parameters one by one costs a copy in, a copy out and a message each. The idea:
+parameters are views into one flat buffer which the collectives read and write directly, so nothing is copied to be
+sent, and releasing a bucket is freeing one storage.
+
+Invariants:
+- A parameter object never changes. Only its ``.data`` does: a view of the full buffer while the bucket is whole, and
+  between uses a placeholder of the true shape and dtype whose elements read as NaN and cannot be written.
+- Autograd may have saved views of the full buffer. So the storage object is kept for good: released by resizing it
+  to nothing, filled again before the views are read.
+- ``master`` covers the optimizer's region of the bucket (the rank's shard, or all of it at stage 0) in at least fp32;
+  where the parameters are fp32 already, or frozen, it IS that part of them, not a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from drivetrain.comm import Axis, Handle, all_gather, broadcast
+from drivetrain.zero.grouping import NamedParameter
+from drivetrain.zero.layout import BucketLayout, Piece
+from drivetrain.zero.policy import HALF_TYPES
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in its bucket."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    shape: torch.Size
+    start: int
+    numel: int
+    whole: torch.Tensor  # [*shape], view of the full buffer
+    placeholder: torch.Tensor  # [*shape], no memory behind it
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+class Bucket:
+    """Storage of parameters that are gathered, reduced and updated together.
+
+    Args:
+        parameters: the parameters, all of one dtype and all trained or all frozen. Their values on rank 0 of ``axis``
+            become the values on every rank.
+        dtype: what they compute in.
+        resident: the full buffer is never released.
+        splits_optimizer: the optimizer's region is this rank's shard instead of the whole bucket.
+        axis: the ranks that the bucket is split over.
+    """
+
+    full: torch.Tensor  # [padded_numel] dtype; without storage while released
+    shard: torch.Tensor  # [shard_numel] dtype; a view of full if resident
+    master: torch.Tensor  # [region] fp32 or wider
+    local: torch.Tensor | None  # [padded_numel] gradients of this rank that are not reduced yet
+    reduced: torch.Tensor | None  # [region] gradients reduced over all ranks
+
+    def __init__(
+        self,
+        parameters: Sequence[NamedParameter],
+        *,
+        dtype: torch.dtype,
+        resident: bool,
+        splits_optimizer: bool,
+        axis: Axis,
+    ) -> None:
+        self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size)
+        self.dtype = dtype
+        self.resident = resident
+        self.trainable = parameters[0].parameter.requires_grad
+        self.split = splits_optimizer
+        self.axis = axis
+        self.own = slice(*self.layout.shard_range(axis.rank))
+        self.region = self.own if splits_optimizer else slice(0, self.layout.padded_numel)
+        self.local = None
+        self.reduced = None
+        self._place(parameters)
+        self.slots = self._make_slots(parameters)
+        self.used = [False] * len(self.slots)
+        self.attach()
+        if not resident:
+            self.release()
+
+    def _place(self, parameters: Sequence[NamedParameter]) -> None:
+        """Lay out rank 0's values, in the precision they came in, and keep what this rank needs of them."""
+        stored = parameters[0].parameter.dtype
+        flat = torch.zeros(self.layout.padded_numel, dtype=stored, device=self.axis.device)
+        for start, named in zip(self.layout.starts, parameters, strict=True):
+            flat[start : start + named.parameter.numel()].copy_(named.parameter.detach().reshape(-1))
+        broadcast(flat, self.axis).wait()
+        self.full = flat if stored == self.dtype else flat.to(self.dtype)
+        self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
+        if self.trainable and self.dtype in HALF_TYPES:
+            self.master = flat[self.region].to(torch.float32, copy=True)
+        else:
+            self.master = self.shard if self.split else self.full
+
+    def _make_slots(self, parameters: Sequence[NamedParameter]) -> list[Slot]:
+        nothing = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype)
+        nothing = nothing.to(self.axis.device)
+        slots = []
+        for start, named in zip(self.layout.starts, parameters, strict=True):
+            shape, numel = named.parameter.shape, named.parameter.numel()
+            whole = self.full[start : start + numel].view(shape)
+            placeholder = nothing.expand(shape) if numel else whole
+            slots.append(Slot(named.parameter, named.names, shape, start, numel, whole, placeholder))
+        return slots
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket, padding included."""
+        return self.layout.padded_numel
+
+    @property
+    def whole(self) -> bool:
+        """The full buffer has its storage."""
+        return self.full.untyped_storage().size() > 0 or self.numel == 0
+
+    def attach(self) -> None:
+        """Point the parameters at the full buffer."""
+        for slot in self.slots:
+            slot.parameter.data = slot.whole
+
+    def release(self) -> None:
+        """Give the full buffer's memory back; the parameters keep shape and dtype only."""
+        for slot in self.slots:
+            slot.parameter.data = slot.placeholder
+        self.full.untyped_storage().resize_(0)
+
+    def gather(self, axis: Axis) -> Handle:
+        """Start to fill the full buffer from all ranks' shards. Call `attach` after waiting, if it was released."""
+        if not self.whole:
+            self.full.untyped_storage().resize_(self.numel * self.full.element_size())
+        return all_gather(self.full, self.shard, axis)
+
+    def region_pieces(self) -> list[Piece]:
+        """For each slot, what of it lies in the optimizer's region; offsets count from the region's start."""
+        if self.split:
+            return [self.layout.piece(i, self.axis.rank) for i in range(len(self.slots))]
+        return [Piece(0, slot.numel, slot.start) for slot in self.slots]
+
+    def own_pieces(self) -> list[Piece]:
+        """For each slot, what of it lies in this rank's shard; offsets count from the optimizer region's start."""
+        shift = self.own.start - self.region.start
+        pieces = (self.layout.piece(i, self.axis.rank) for i in range(len(self.slots)))
+        return [Piece(p.start, p.numel, p.shard_offset + shift) for p in pieces]
+
+    def publish_master(self) -> None:
+        """Write the master weights into the parameters' own dtype (nothing to do where they are the same memory)."""
+        if self.master.dtype != self.dtype:
+            target = self.shard if self.split else self.full
+            target.copy_(self.master)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes that the parameters take now on this rank, in the dtype that they compute in."""
+        full = self.full.untyped_storage().size()
+        return full if self.resident else full + self.shard.untyped_storage().size()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients held now on this rank."""
+        held = {t.untyped_storage().data_ptr(): t for t in (self.local, self.reduced) if t is not None}
+        return sum(t.untyped_storage().size() for t in held.values())
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of master weights that are not the parameters themselves."""
+        return 0 if self.master.dtype == self.dtype else self.master.untyped_storage().size()

@@ -1,0 +1,86 @@
+"""How gradients of a bucket travel: from every rank's contribution to the sum, or mean, that the optimizer sees.
+
+Stateless but for the bucket it is given. At stage 0 the whole is reduced to every rank, above it each rank gets its
+shard; the arithmetic per element is the same (``drivetrain.comm`` adds in rank order), so stages agree bitwise.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from drivetrain.comm import Axis, Handle, all_reduce, reduce_scatter
+from drivetrain.zero.bucket import Bucket
+from drivetrain.zero.policy import Policy
+
+
+class PendingReduction:
+    """A reduction on its way. `wait` adds the result to ``bucket.reduced``."""
+
+    def __init__(self, bucket: Bucket, handle: Handle, result: torch.Tensor, scale: float, dtype: torch.dtype) -> None:
+        self.bucket = bucket
+        self._handle = handle
+        self._result: torch.Tensor | None = result
+        self._scale = scale
+        self._dtype = dtype
+
+    def wait(self) -> None:
+        """Block until the gradients are reduced. Further calls do nothing."""
+        if self._result is None:
+            return
+        self._handle.wait()
+        bucket, result = self.bucket, self._result.to(self._dtype)
+        self._result = None
+        if self._scale != 1.0:
+            result.mul_(self._scale)
+        if bucket.reduced is None:
+            bucket.reduced = result
+        else:
+            bucket.reduced.add_(result)
+
+
+class GradientExchange:
+    """Reduces buckets over one axis the way a policy says.
+
+    The mean over n ranks with predivide factor f is computed as ``sum(g / f) * (f / n)``; the plain mean (f = 1) leaves
+    the division to the collective, which does it in the precision that it adds in.
+    """
+
+    def __init__(self, policy: Policy, axis: Axis) -> None:
+        self._policy = policy
+        self._axis = axis
+
+    def accumulate_dtype(self, bucket: Bucket) -> torch.dtype:
+        """The dtype that gradients of ``bucket`` are summed in."""
+        return self._policy.accumulate_dtype or bucket.dtype
+
+    def start(self, bucket: Bucket) -> PendingReduction:
+        """Send off ``bucket.local`` (zeros if there is none), which belongs to the reduction from here on."""
+        kept = self.accumulate_dtype(bucket)
+        wire = self._policy.reduce_dtype or kept
+        if bucket.local is None:
+            local = torch.zeros(bucket.numel, dtype=wire, device=self._axis.device)
+        else:
+            local = bucket.local.to(wire)
+        bucket.local = None
+        factor = self._policy.predivide_factor
+        op, scale = self._policy.reduce_op, 1.0
+        if op == "mean" and factor != 1.0:
+            local.mul_(1.0 / factor)
+            op, scale = "sum", factor / self._axis.size
+        if not bucket.split:
+            return PendingReduction(bucket, all_reduce(local, self._axis, op=op), local, scale, kept)
+        whole = bucket.layout.shard_numel == bucket.numel
+        output = local if whole else local.new_empty(bucket.layout.shard_numel)
+        return PendingReduction(bucket, reduce_scatter(output, local, self._axis, op=op), output, scale, kept)
+
+    def reopen(self, bucket: Bucket) -> None:
+        """Let a bucket that is reduced already take more gradients without a second buffer.
+
+        Only where every rank holds the whole result R (stage 0): with R as its own contribution, the next mean over
+        ranks is R plus the mean of what is new; a sum needs R divided by the number of ranks first.
+        """
+        if bucket.split or bucket.reduced is None or bucket.local is not None:
+            return
+        bucket.local, bucket.reduced = bucket.reduced, None
+        if self._policy.reduce_op == "sum":
+            bucket.local.div_(self._axis.size)

@@ -1,0 +1,281 @@
+"""Where ZeRO meets autograd: module and tensor hooks, and the life of one backward pass.
+
+                  root pre-forward: new pass
+    forward       unit pre-forward  -> parameters in        unit post-forward -> parameters out
+                  owner pre-forward -> parameters in        owner post-forward: watch its outputs
+    backward      gradient of a watched output -> parameters in, and the pass has begun
+                  a parameter's gradient is accumulated     -> into its bucket
+                  gradients of the unit's inputs are there, and its own too -> parameters out
+                  the engine's final callback               -> send the rest, everything out
+
+An owner is a module that holds parameters of a unit directly. Watching every owner's outputs, and not only the unit's, is
+what makes the release in backward safe: the hook on an owner's output runs right before the nodes that read its
+parameters, so a unit that went too early comes back (at a cost) instead of being read after it was freed.
+
+Recomputation (activation checkpointing, both kinds) runs forward hooks inside backward. There a forward call neither
+releases (the backward that it is for comes next) nor counts as open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from drivetrain.zero.order import Phase
+from drivetrain.zero.reducer import GradientReducer
+from drivetrain.zero.residency import Residency
+from drivetrain.zero.unit import Unit
+
+
+def inside_backward() -> bool:
+    """Whether the autograd engine is running on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists, sets, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, entry.name, None))
+
+
+def differentiable(value: object) -> list[torch.Tensor]:
+    """The tensors in ``value`` that backward will reach, in order."""
+    return [t for t in tensors_in(value) if t.requires_grad] if torch.is_grad_enabled() else []
+
+
+def _alias(value: Any) -> Any:
+    """The same tensor as a node of its own in the autograd graph; anything else unchanged."""
+    return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+
+class BackwardPass:
+    """Knows whether a backward pass is under way, and runs what must happen at its end."""
+
+    def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None], on_abandon: Callable[[], None]) -> None:
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._on_abandon = on_abandon
+        self.active = False
+
+    def enter(self) -> None:
+        """Called by every hook that runs inside backward; the first call begins the pass."""
+        if not self.active:
+            self.active = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            self._on_begin()
+
+    def _end(self) -> None:
+        self.active = False
+        self._on_end()
+
+    def settle(self) -> None:
+        """Outside backward: if the last pass never ended, an exception stopped it. Clean up after it."""
+        if self.active and not inside_backward():
+            self.active = False
+            self._on_abandon()
+
+
+class Hooks:
+    """Installs ZeRO's hooks on a module tree and holds what they share.
+
+    Args:
+        root: the module that was sharded.
+        units: all units.
+        residency: brings parameters in and lets them go.
+        reducer: takes gradients.
+        reduces: asks whether the current backward pass reduces gradients or only accumulates them.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: tuple[Unit, ...],
+        residency: Residency,
+        reducer: GradientReducer,
+        reduces: Callable[[], bool],
+    ) -> None:
+        self._root = root
+        self._units = units
+        self._residency = residency
+        self._reducer = reducer
+        self._reduces = reduces
+        self._handles: list[RemovableHandle] = []
+        self.backward = BackwardPass(self._begin_backward, self._end_backward, self._abandon_backward)
+        self._install()
+
+    def _install(self) -> None:
+        add = self._handles.append
+        add(self._root.register_forward_pre_hook(self._before_root, prepend=True))
+        add(self._root.register_forward_hook(self._after_root))
+        lane = 0
+        for unit in self._units:
+            if not unit.resident:
+                self._install_unit(unit)
+            for bucket in unit.buckets:
+                if bucket.trainable:
+                    for index, slot in enumerate(bucket.slots):
+                        take = self._taker(unit, lane, index)
+                        add(slot.parameter.register_post_accumulate_grad_hook(take))
+                    lane += 1
+
+    def _install_unit(self, unit: Unit) -> None:
+        add = self._handles.append
+        own = {id(slot.parameter) for bucket in unit.buckets for slot in bucket.slots}
+        for module in unit.modules:
+            add(module.register_forward_pre_hook(self._unit_entrance(unit), prepend=True, with_kwargs=True))
+            add(module.register_forward_hook(self._unit_exit(unit), with_kwargs=True))
+        for module in self._root.modules():
+            if module not in unit.modules and any(id(p) in own for p in module.parameters(recurse=False)):
+                add(module.register_forward_pre_hook(self._owner_entrance(unit), prepend=True))
+                add(module.register_forward_hook(self._owner_exit(unit)))
+
+    def remove(self) -> None:
+        """Take every hook out again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # forward ----------------------------------------------------------------------------------------------------------
+
+    def _phase(self) -> Phase:
+        if inside_backward():
+            return Phase.BACKWARD
+        return Phase.FORWARD if torch.is_grad_enabled() else Phase.INFERENCE
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if inside_backward():
+            return
+        self.backward.settle()
+        self._residency.order.restart()
+        for unit in self._units:
+            unit.open_calls = 0
+            for bucket in unit.buckets:
+                for slot in bucket.slots:
+                    if slot.parameter.requires_grad and not bucket.trainable:
+                        raise RuntimeError(
+                            f"parameter '{slot.name}' was frozen when the model was sharded and has requires_grad=True "
+                            "now; it has no gradient and optimizer shards. Unfreeze it before drivetrain shards the "
+                            "model."
+                        )
+
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        if inside_backward():
+            return
+        watched = differentiable(output)
+        for tensor in watched:
+            tensor.register_hook(self._on_root_gradient)
+        if not watched:
+            self._residency.release_all()
+
+    def _unit_entrance(self, unit: Unit) -> Callable[..., Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            phase = self._phase()
+            self._residency.need(unit, phase)
+            if phase is not Phase.FORWARD:
+                return None
+            # Aliases, because the hook must wait for this call's share of the gradients only: a tensor that every block
+            # reads, such as an encoder's output, has its full gradient when backward is almost over.
+            args, kwargs = tuple(map(_alias, args)), {key: _alias(value) for key, value in kwargs.items()}
+            inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
+            if inputs:
+                unit.open_calls += 1
+                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(unit))
+            return args, kwargs
+
+        return before
+
+    def _unit_exit(self, unit: Unit) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            watched = differentiable(output)
+            before_backward = self._unit_watcher(unit)
+            for tensor in watched:
+                tensor.register_hook(before_backward)
+            if inside_backward() or (module is self._root and watched):
+                return
+            if watched or not torch.is_grad_enabled() or not any(b.trainable for b in unit.buckets):
+                self._residency.done(unit)
+            # Otherwise the outputs hide their tensors from us and backward could come unseen: stay until it has.
+
+        return after
+
+    def _owner_entrance(self, unit: Unit) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any) -> None:
+            if not unit.live:
+                self._residency.need(unit, self._phase())
+
+        return before
+
+    def _owner_exit(self, unit: Unit) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for tensor in differentiable(output):
+                tensor.register_hook(self._owner_watcher(unit))
+
+        return after
+
+    # backward ---------------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        for unit in self._units:
+            unit.missing = unit.trainable_count
+
+    def _on_root_gradient(self, gradient: torch.Tensor) -> None:
+        self.backward.enter()
+
+    def _unit_watcher(self, unit: Unit) -> Callable[[torch.Tensor], None]:
+        """One watcher serves all outputs of a call; the first gradient to arrive is the use that is recorded."""
+        arrived: list[bool] = []
+
+        def before_backward(gradient: torch.Tensor) -> None:
+            self.backward.enter()
+            if not arrived or not unit.live:
+                arrived.append(True)
+                self._residency.need(unit, Phase.BACKWARD)
+
+        return before_backward
+
+    def _owner_watcher(self, unit: Unit) -> Callable[[torch.Tensor], None]:
+        def before_backward(gradient: torch.Tensor) -> None:
+            self.backward.enter()
+            if not unit.live:
+                self._residency.need(unit, Phase.BACKWARD)
+
+        return before_backward
+
+    def _taker(self, unit: Unit, lane: int, index: int) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            self.backward.enter()
+            self._reducer.take(lane, index, reduces=self._reduces())
+            unit.missing -= 1
+            self._release_if_done(unit)
+
+        return take
+
+    def _on_inputs_done(self, unit: Unit) -> None:
+        unit.open_calls -= 1
+        self._release_if_done(unit)
+
+    def _release_if_done(self, unit: Unit) -> None:
+        if unit.missing <= 0 and unit.open_calls <= 0 and self._root not in unit.modules:
+            self._residency.done(unit)
+
+    def _end_backward(self) -> None:
+        self._reducer.finish_backward(reduces=self._reduces())
+        self._residency.release_all()
+
+    def _abandon_backward(self) -> None:
+        self._residency.release_all()
+        self._reducer.abandon_backward()

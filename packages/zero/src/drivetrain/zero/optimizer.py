@@ -1,0 +1,422 @@
+"""Any torch optimizer, each rank updating only its shards.
+
+The problem: a torch optimizer wants parameters with gradients; a rank has slices of them, in several dtypes. The idea: give the
+optimizer the slices. Its parameter groups keep their objects and hyperparameters (so schedules attached to them go on
+working), and each holds 1-D views of master weights instead of parameters; at stage 0 the views are whole and in shape.
+
+The step goes bucket by bucket: widen the gradients, update, write the low-precision copy, send it to the others, and let
+the gradients go, so that fp32 gradients of one bucket exist at a time and the sends overlap with the next update.
+
+Only an optimizer whose update of an element depends on nothing but that element's history may be fed slices. Which ones those
+are is a table here; an optimizer of one's own says it with a class attribute ``elementwise = True``. One that needs norms of whole
+parameters says ``needs_whole_norms = True`` and offers ``reduce_norms`` (see ``drivetrain.kernels.Lamb``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain.comm import Handle, all_gather_object, all_reduce
+from drivetrain.kernels import Lion
+from drivetrain.zero.api import ShardedModule
+from drivetrain.zero.bucket import Bucket, Slot
+from drivetrain.zero.clip import clip_coefficient, own_square_sum
+from drivetrain.zero.layout import Piece
+from drivetrain.zero.precision import LossScaler
+from drivetrain.zero.state import FlatSlice
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    Lion,
+)
+
+StateKind = Literal["elementwise", "tensor", "int", "float", "bool"]
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Gradients were Inf or NaN so many steps in a row that training cannot be going anywhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        stepped: parameters were updated.
+        reason: why not, if not.
+        grad_norm: global norm of the unscaled gradients, before clipping.
+        clip_coefficient: what the gradients were multiplied by; 1 where clipping did not bite.
+        loss_scale: the scale that the gradients carried.
+    """
+
+    stepped: bool
+    reason: str | None
+    grad_norm: float
+    clip_coefficient: float
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The slice of one parameter that this rank's optimizer updates."""
+
+    slot: Slot
+    slot_index: int
+    piece: Piece
+    tensor: torch.Tensor  # view of the bucket's master weights
+
+
+@dataclass(frozen=True)
+class _SubGroup:
+    """What one bucket contributes to each parameter group of the optimizer."""
+
+    bucket: Bucket
+    parts: tuple[tuple[_Part, ...], ...]  # by parameter group
+
+    def __iter__(self) -> Iterator[_Part]:
+        return (part for group in self.parts for part in group)
+
+
+class ShardedOptimizer:
+    """Runs ``optimizer`` on the shards of ``sharded``.
+
+    Args:
+        sharded: the module.
+        optimizer: made over the module's parameters, before or after sharding. Its parameter groups are pointed at the
+            shards in place; its state must be empty.
+        max_norm: clip the global gradient norm to this; 0 does not clip.
+        scaler: owns the loss scale. Its scale must have multiplied the loss.
+        skip_non_finite: skip the step when a gradient is Inf or NaN, instead of applying it.
+        patience: steps skipped in a row, with the loss scale at its minimum, before `NonFiniteGradientError`.
+
+    Raises:
+        ValueError: the optimizer cannot work on slices, holds state already, or has parameters the module lacks.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModule,
+        optimizer: Optimizer,
+        *,
+        max_norm: float = 0.0,
+        scaler: LossScaler | None = None,
+        skip_non_finite: bool = True,
+        patience: int = 20,
+    ) -> None:
+        if max_norm < 0:
+            raise ValueError(f"max_norm cannot be negative, got {max_norm}")
+        self.sharded = sharded
+        self.optimizer = optimizer
+        self.scaler = scaler or LossScaler()
+        self.max_norm = max_norm
+        self._skip_non_finite = skip_non_finite
+        self._patience = patience
+        self._skipped_in_a_row = 0
+        self._whole_norms = bool(getattr(optimizer, "needs_whole_norms", False))
+        self._elementwise = isinstance(optimizer, ELEMENTWISE) or bool(getattr(optimizer, "elementwise", False))
+        self._scalars: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        self._check()
+        self._sub_groups = self._take_over()
+
+    # construction -----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        name = type(self.optimizer).__name__
+        if self.optimizer.state:
+            raise ValueError(f"{name} holds state already: hand it over before its first step")
+        if self.sharded.policy.splits_optimizer and not (self._elementwise or self._whole_norms):
+            raise ValueError(
+                f"{name} is not known to update each element on its own, and ZeRO stage {self.sharded.policy.stage} "
+                "gives an optimizer slices of parameters. Use stage 0, or set `elementwise = True` on its class if an "
+                "element's update depends on nothing but that element's own values."
+            )
+
+    def _take_over(self) -> list[_SubGroup]:
+        """Point the optimizer's groups at this rank's slices, and return these by bucket."""
+        group_of: dict[int, int] = {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                group_of[id(parameter)] = index
+        known = {id(slot.parameter) for bucket in self.sharded.buckets for slot in bucket.slots}
+        strangers = sum(key not in known for key in group_of)
+        if strangers:
+            raise ValueError(
+                f"{strangers} of the {len(group_of)} parameters in {type(self.optimizer).__name__} do not belong to "
+                f"the sharded {type(self.sharded.module).__name__}"
+            )
+        count = len(self.optimizer.param_groups)
+        self.names: list[list[str]] = [[] for _ in range(count)]
+        sub_groups = []
+        for bucket in self.sharded.trainable_buckets:
+            parts: list[list[_Part]] = [[] for _ in range(count)]
+            for slot_index, (slot, piece) in enumerate(zip(bucket.slots, bucket.region_pieces(), strict=True)):
+                index = group_of.get(id(slot.parameter))
+                if index is None:
+                    continue
+                self.names[index].append(slot.name)
+                if piece.numel or self._whole_norms:
+                    tensor = bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
+                    shaped = tensor if bucket.split else tensor.view(slot.shape)
+                    parts[index].append(_Part(slot, slot_index, piece, shaped))
+            sub_groups.append(_SubGroup(bucket, tuple(map(tuple, parts))))
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["params"] = [part.tensor for sub in sub_groups for part in sub.parts[index]]
+        if self._whole_norms and self.sharded.policy.splits_optimizer:
+            self.optimizer.reduce_norms = self._sum_over_ranks  # type: ignore[attr-defined]
+        return sub_groups
+
+    def _sum_over_ranks(self, values: torch.Tensor) -> None:
+        all_reduce(values, self.sharded.axis).wait()
+
+    # the step ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own groups: change hyperparameters here."""
+        return self.optimizer.param_groups
+
+    @torch.no_grad()
+    def step(self) -> StepResult:
+        """Reduce what is left, check, clip, update, and publish the new parameters. Collective.
+
+        Accumulated gradients are consumed, also when the step is skipped.
+        """
+        sharded = self.sharded
+        sharded.hooks.backward.settle()
+        sharded.residency.release_all()
+        sharded.reducer.drain()
+        norm = self._survey()
+        sharded.reducer.agree_on_order()
+        scale = self.scaler.scale
+        norm /= scale
+        finite = math.isfinite(norm)
+        if not finite and self._skip_non_finite:
+            return self._skip(norm, scale)
+        self._skipped_in_a_row = 0
+        coefficient = clip_coefficient(norm, self.max_norm)
+        self._update(coefficient / scale)
+        self.scaler.update(overflow=False)
+        return StepResult(
+            stepped=True, reason=None, grad_norm=norm, clip_coefficient=coefficient, loss_scale=scale
+        )
+
+    def _survey(self) -> float:
+        """Agree with all ranks on what was used and what is still unreduced; return the norm of the scaled gradients."""
+        sharded, device = self.sharded, self.sharded.axis.device
+        buckets, reducer = sharded.trainable_buckets, sharded.reducer
+        flags = [float(flag) for flag in reducer.unsent()]
+        flags += [float(used) for bucket in buckets for used in bucket.used]
+        squares = own_square_sum(buckets, device)
+        survey = torch.cat((squares.view(1), torch.tensor(flags, dtype=torch.float64, device=device)))
+        all_reduce(survey, sharded.axis).wait()
+        total, *counts = survey.tolist()
+        unsent = [count > 0 for count in counts[: len(buckets)]]
+        if any(unsent):
+            reducer.reduce(unsent)
+            squares = own_square_sum(buckets, device)
+            all_reduce(squares, sharded.axis).wait()
+            total = squares.item()
+        used = iter(counts[len(buckets) :])
+        for bucket in buckets:
+            bucket.used = [next(used) > 0 for _ in bucket.slots]
+        return math.sqrt(total) if total >= 0 else math.nan
+
+    def _skip(self, norm: float, scale: float) -> StepResult:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.scaler.at_minimum else 0
+        if self._skipped_in_a_row >= self._patience:
+            raise NonFiniteGradientError(
+                f"rank {self.sharded.axis.rank}: gradients were not finite in {self._skipped_in_a_row} steps in a row "
+                f"at loss scale {scale:g}; the first parameter concerned is {self._first_non_finite()}. Lower the "
+                "learning rate, check the inputs of the last batches for NaN, or clip gradients."
+            )
+        self.sharded.reducer.clear()
+        self.scaler.update(overflow=True)
+        return StepResult(
+            stepped=False,
+            reason=f"gradients are not finite (norm {norm}) at loss scale {scale:g}",
+            grad_norm=norm,
+            clip_coefficient=1.0,
+            loss_scale=scale,
+        )
+
+    def _first_non_finite(self) -> str:
+        found = None
+        for sub in self._sub_groups:
+            reduced = sub.bucket.reduced
+            for part in sub:
+                if found is None and reduced is not None:
+                    piece = part.piece
+                    values = reduced[piece.shard_offset : piece.shard_offset + piece.numel]
+                    found = None if bool(torch.isfinite(values).all()) else part.slot.name
+        everywhere = [name for name in all_gather_object(found, self.sharded.axis) if name]
+        return f"'{everywhere[0]}'" if everywhere else "none that the optimizer updates"
+
+    def _update(self, factor: float) -> None:
+        arriving: list[Handle] = []
+        batches = [[sub] for sub in self._sub_groups] if self._elementwise else [self._sub_groups]
+        for batch in batches:
+            for sub in batch:
+                self._give_gradients(sub, factor)
+            self._run_optimizer(batch)
+            for sub in batch:
+                bucket = sub.bucket
+                for part in sub:
+                    part.tensor.grad = None
+                bucket.reduced = None
+                bucket.publish_master()
+                if bucket.resident and bucket.split:
+                    arriving.append(bucket.gather(self.sharded.axis))
+        for handle in arriving:
+            handle.wait()
+        self.sharded.reducer.clear()
+
+    def _give_gradients(self, sub: _SubGroup, factor: float) -> None:
+        bucket = sub.bucket
+        if bucket.reduced is None:
+            return
+        gradients = bucket.reduced.to(bucket.master.dtype)
+        if factor != 1.0:
+            gradients.mul_(factor)
+        for part in sub:
+            if bucket.used[part.slot_index]:
+                piece = part.piece
+                flat = gradients[piece.shard_offset : piece.shard_offset + piece.numel]
+                part.tensor.grad = flat.view(part.tensor.shape)
+
+    def _run_optimizer(self, batch: list[_SubGroup]) -> None:
+        """Let the optimizer see only the parameters of ``batch``, with its current hyperparameters."""
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [
+            {**group, "params": [part.tensor for sub in batch for part in sub.parts[index]]}
+            for index, group in enumerate(groups)
+        ]
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
+
+    def zero_grad(self) -> None:
+        """Forget the gradients accumulated so far."""
+        self.sharded.zero_grad()
+
+    # state ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's own state on this rank (master weights not included)."""
+        values = (value for state in self.optimizer.state.values() for value in state.values())
+        return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+    def _parts(self) -> Iterator[tuple[Bucket, _Part, Piece]]:
+        """Every part with its bucket and with what of it this rank writes to a checkpoint."""
+        for sub in self._sub_groups:
+            own = sub.bucket.own_pieces()
+            for part in sub:
+                yield sub.bucket, part, own[part.slot_index]
+
+    def state_schema(self) -> dict[str, dict[str, str]]:
+        """The keys of the optimizer's per-parameter state on this rank: kind and dtype of each. JSON-able."""
+        schema: dict[str, dict[str, str]] = {}
+        for _, part, _ in self._parts():
+            for key, value in self.optimizer.state.get(part.tensor, {}).items():
+                dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "float64"
+                schema.setdefault(key, {"kind": _kind(key, value, part.tensor), "dtype": dtype})
+        return schema
+
+    def prepare_state(self, stored: Mapping[str, set[str]], schema: Mapping[str, Mapping[str, str]]) -> None:
+        """Allocate state to load into: for each parameter name, the keys that a checkpoint holds of it."""
+        self.optimizer.state.clear()
+        self._scalars.clear()
+        for _, part, _ in self._parts():
+            for key in stored.get(part.slot.name, set()):
+                kind, dtype = schema[key]["kind"], getattr(torch, schema[key]["dtype"])
+                state = self.optimizer.state[part.tensor]
+                if kind == "elementwise":
+                    state[key] = torch.zeros_like(part.tensor, dtype=dtype)
+                elif kind == "tensor":
+                    device = part.tensor.device if self._scalars_on_device(part) else "cpu"
+                    state[key] = torch.zeros((), dtype=dtype, device=device)
+                else:
+                    state[key] = 0
+                    self._scalars[part.tensor, key] = torch.zeros((), dtype=dtype)
+
+    def _scalars_on_device(self, part: _Part) -> bool:
+        groups = self.optimizer.param_groups
+        return any(group.get("fused") or group.get("capturable") for group in groups)
+
+    def state_slices(self, purpose: Literal["save", "load"]) -> dict[str, FlatSlice]:
+        """The optimizer state as ``<parameter>/<key>``.
+
+        For saving, ranks give disjoint slices; for loading, each gives all that it wants filled.
+        """
+        slices: dict[str, FlatSlice] = {}
+        for bucket, part, own in self._parts():
+            for key, value in self.optimizer.state.get(part.tensor, {}).items():
+                name, kind = f"{part.slot.name}/{key}", _kind(key, value, part.tensor)
+                if kind != "elementwise":
+                    scalar = value if kind == "tensor" else self._scalar(part.tensor, key, value)
+                    first = own.numel > 0 and own.start == 0
+                    slices[name] = FlatSlice(data=scalar.view(-1), offset=0, shape=torch.Size(()), writes=first)
+                elif bucket.split or purpose == "load":
+                    slices[name] = FlatSlice(
+                        data=value.view(-1), offset=part.piece.start, shape=part.slot.shape, writes=bucket.split
+                    )
+                else:
+                    data = value.view(-1)[own.start : own.start + own.numel]
+                    slices[name] = FlatSlice(data=data, offset=own.start, shape=part.slot.shape)
+        return slices
+
+    def _scalar(self, tensor: torch.Tensor, key: str, value: float) -> torch.Tensor:
+        kept = self._scalars.get((tensor, key))
+        return kept if kept is not None else torch.tensor(value, dtype=torch.float64)
+
+    def finish_load(self) -> None:
+        """After a load filled the slices: put numbers that are no tensors back, in their own type."""
+        for (tensor, key), value in self._scalars.items():
+            self.optimizer.state[tensor][key] = value.item()
+        self._scalars.clear()
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Each parameter group's settings and the names of its parameters. JSON-able where the settings are."""
+        groups = zip(self.optimizer.param_groups, self.names, strict=True)
+        return [{**{k: v for k, v in group.items() if k != "params"}, "params": names} for group, names in groups]
+
+    def load_hyperparameters(self, saved: list[dict[str, Any]]) -> None:
+        """Set each group's settings to what `hyperparameters` returned. Groups are matched by position."""
+        if len(saved) != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"the checkpoint has {len(saved)} parameter groups, the optimizer {len(self.optimizer.param_groups)}; "
+                "build the optimizer with the same groups, or load without optimizer state"
+            )
+        for group, values in zip(self.optimizer.param_groups, saved, strict=True):
+            for key, value in values.items():
+                if key != "params" and key in group:
+                    group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _kind(key: str, value: object, parameter: torch.Tensor) -> StateKind:
+    if isinstance(value, torch.Tensor):
+        return "elementwise" if key != "step" and value.shape == parameter.shape else "tensor"
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int"
+    if isinstance(value, float):
+        return "float"
+    raise TypeError(f"optimizer state '{key}' is a {type(value).__name__}; only tensors and numbers can be saved")

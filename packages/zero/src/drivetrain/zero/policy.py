@@ -1,0 +1,94 @@
+"""What a ZeRO stage is: a handful of choices, not a class of its own.
+
+Stages differ in three questions only: is the optimizer's work split (1 and up), are gradients reduced as soon as they
+are whole (2 and up) or once per step, and are parameters released after use (3). One core asks the `Policy`.
+Stages after Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+ReduceOp = Literal["mean", "sum"]
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How a module is sharded and trained.
+
+    Attributes:
+        stage: 0 nothing is split, 1 optimizer state, 2 and gradients, 3 and parameters.
+        param_dtype: dtype that floating-point parameters compute in; None keeps each parameter's own. Below fp32 the
+            optimizer works on fp32 master weights.
+        reduce_dtype: dtype on the wire for gradients; None means ``accumulate_dtype``.
+        accumulate_dtype: dtype that gradients are summed in over micro-batches; None means the parameter's dtype.
+        reduce_op: ``mean`` or ``sum`` over ranks.
+        predivide_factor: gradients are divided by this before they travel and by ``world / factor`` after it.
+        reduce_every_micro_batch: reduce gradients in each backward pass (True) or only in the one that closes the
+            step (False); None takes the stage's own way: True from stage 2 on.
+        persistence_numel: at stage 3, parameters with fewer elements stay whole on every rank.
+        persistence_total_numel: upper bound on the elements kept whole that way; None means no bound.
+        bucket_numel: the most elements that one collective carries (one larger parameter still goes in one).
+        prefetch_numel: at stage 3, gather ahead of need as long as the units in flight have at most this many
+            elements; None gathers one unit ahead.
+        max_reuse_numel: at stage 3, keep a unit's parameters between two uses if at most this many elements are
+            gathered in between. 0 keeps a unit only if the very next use is its own; -1 always releases.
+        max_live_numel: at stage 3, never keep more elements than this for reuse; None means no bound.
+        overlap: reduce while backward still computes (True) or when it has ended (False).
+    """
+
+    stage: int = 0
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    reduce_op: ReduceOp = "mean"
+    predivide_factor: float = 1.0
+    reduce_every_micro_batch: bool | None = None
+    persistence_numel: int = 100_000
+    persistence_total_numel: int | None = None
+    bucket_numel: int = 500_000_000
+    prefetch_numel: int | None = None
+    max_reuse_numel: int = 0
+    max_live_numel: int | None = None
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"ZeRO stage must be 0, 1, 2 or 3, got {self.stage!r}")
+        if self.reduce_op not in ("mean", "sum"):
+            raise ValueError(f"reduce_op must be 'mean' or 'sum', got {self.reduce_op!r}")
+        if not self.predivide_factor > 0:
+            raise ValueError(f"predivide_factor must be positive, got {self.predivide_factor}")
+        if self.bucket_numel < 1:
+            raise ValueError(f"bucket_numel must be at least 1, got {self.bucket_numel}")
+        if self.persistence_numel < 0:
+            raise ValueError(f"persistence_numel cannot be negative, got {self.persistence_numel}")
+        for name in ("param_dtype", "reduce_dtype", "accumulate_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
+
+    @property
+    def splits_optimizer(self) -> bool:
+        """Each rank updates only its shard."""
+        return self.stage >= 1
+
+    @property
+    def releases_parameters(self) -> bool:
+        """Whole parameters exist only around their use."""
+        return self.stage >= 3
+
+    @property
+    def reduces_every_micro_batch(self) -> bool:
+        """Gradients are reduced in each backward pass, so that only shards accumulate."""
+        if self.reduce_every_micro_batch is not None:
+            return self.reduce_every_micro_batch
+        return self.stage >= 2
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that a parameter stored as ``dtype`` computes in."""
+        return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype

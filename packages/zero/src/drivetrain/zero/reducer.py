@@ -1,0 +1,177 @@
+"""Takes gradients as backward makes them and sends them off bucket by bucket while it computes on.
+
+The problem: ranks must start the same reductions in the same order, though a parameter may get no gradient on one rank,
+or gradients more than once in a pass (a shared block under reentrant recomputation). The idea: buckets are sent in one
+fixed order, each exactly once per backward pass that reduces: when it is full and its turn has come, else at the end of
+the pass, with zeros for what is missing. What arrives for a bucket that has been sent already waits in the bucket,
+and is reduced with the next pass or, at the latest, by the optimizer step, which asks all ranks who still has some. So
+no rank ever sends something that another does not expect, and nothing is lost.
+
+The fixed order starts as the reverse of the model's, and becomes rank 0's observed order at the first step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from drivetrain.comm import Axis, broadcast
+from drivetrain.zero.bucket import Bucket
+from drivetrain.zero.exchange import GradientExchange, PendingReduction
+
+IN_FLIGHT = 2
+"""Reductions under way at once: each holds its bucket's gradients, so more of them would cost memory for no overlap."""
+
+
+@dataclass
+class _Lane:
+    """A bucket's progress through one backward pass."""
+
+    bucket: Bucket
+    gaps: list[slice]
+    filled: list[bool] = field(default_factory=list)  # slots of bucket.local that hold gradients
+    arrived: set[int] = field(default_factory=set)  # slots that got a gradient in this pass
+    sent: bool = False
+
+    @property
+    def full(self) -> bool:
+        return len(self.arrived) == len(self.bucket.slots)
+
+
+def _gaps(bucket: Bucket) -> list[slice]:
+    """The padding of a bucket, as slices."""
+    edges = [(slot.start, slot.start + slot.numel) for slot in bucket.slots]
+    starts = [start for start, _ in edges[1:]] + [bucket.numel]
+    return [slice(end, start) for (_, end), start in zip(edges, starts, strict=True) if end < start]
+
+
+class GradientReducer:
+    """Collects gradients into buckets and reduces them.
+
+    Args:
+        buckets: the trainable buckets, in model order.
+        exchange: how a bucket is reduced.
+        axis: the ranks; reductions have this channel to themselves.
+        overlap: send buckets during backward rather than at its end.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], exchange: GradientExchange, axis: Axis, *, overlap: bool) -> None:
+        self._lanes = [_Lane(bucket, _gaps(bucket)) for bucket in buckets]
+        self._exchange = exchange
+        self._axis = axis
+        self._overlap = overlap
+        self._order = list(reversed(range(len(buckets))))
+        self._turn = 0
+        self._observed: list[int] = []
+        self._agreed = len(buckets) < 2
+        self._pending: deque[PendingReduction] = deque()
+
+    def take(self, lane_index: int, slot_index: int, *, reduces: bool) -> None:
+        """Move the fresh ``.grad`` of one parameter into its bucket; send the bucket if that was the last one."""
+        lane = self._lanes[lane_index]
+        bucket = lane.bucket
+        slot = bucket.slots[slot_index]
+        gradient = slot.parameter.grad
+        slot.parameter.grad = None
+        if gradient is None:
+            return
+        self._make_room(lane)
+        assert bucket.local is not None
+        place = bucket.local[slot.start : slot.start + slot.numel].view(slot.shape)
+        dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+        if lane.filled[slot_index]:
+            place.add_(dense)
+        else:
+            place.copy_(dense)
+            lane.filled[slot_index] = True
+        bucket.used[slot_index] = True
+        lane.arrived.add(slot_index)
+        if lane.full and not lane.sent and reduces:
+            if lane_index not in self._observed:
+                self._observed.append(lane_index)
+            if self._overlap:
+                self._send_in_turn(only_full=True)
+
+    def _make_room(self, lane: _Lane) -> None:
+        bucket = lane.bucket
+        if bucket.local is not None:
+            return
+        self._exchange.reopen(bucket)
+        if bucket.local is not None:
+            lane.filled = [True] * len(bucket.slots)
+            return
+        dtype = self._exchange.accumulate_dtype(bucket)
+        bucket.local = torch.empty(bucket.numel, dtype=dtype, device=self._axis.device)
+        lane.filled = [False] * len(bucket.slots)
+
+    def finish_backward(self, *, reduces: bool) -> None:
+        """The backward pass has ended: send what has not been sent."""
+        if reduces:
+            self._send_in_turn(only_full=False)
+        self._turn = 0
+        for lane in self._lanes:
+            lane.arrived.clear()
+            lane.sent = False
+
+    def abandon_backward(self) -> None:
+        """The backward pass died of an exception: forget its progress, and every gradient of the current step."""
+        self.finish_backward(reduces=False)
+        self.drain()
+        self.clear()
+
+    def _send_in_turn(self, *, only_full: bool) -> None:
+        while self._turn < len(self._order):
+            lane = self._lanes[self._order[self._turn]]
+            if only_full and not lane.full:
+                return
+            self._turn += 1
+            lane.sent = True
+            self._send(lane)
+
+    def _send(self, lane: _Lane) -> None:
+        bucket = lane.bucket
+        if bucket.local is not None:
+            for slot, filled in zip(bucket.slots, lane.filled, strict=True):
+                if not filled:
+                    bucket.local[slot.start : slot.start + slot.numel].zero_()
+            for gap in lane.gaps:
+                bucket.local[gap].zero_()
+        while len(self._pending) >= IN_FLIGHT:
+            self._pending.popleft().wait()
+        self._pending.append(self._exchange.start(bucket))
+
+    def drain(self) -> None:
+        """Block until every reduction under way has completed."""
+        while self._pending:
+            self._pending.popleft().wait()
+
+    def unsent(self) -> list[bool]:
+        """For each bucket, whether this rank holds gradients of it that have not been reduced."""
+        return [lane.bucket.local is not None for lane in self._lanes]
+
+    def reduce(self, which: Sequence[bool]) -> None:
+        """Reduce the buckets that any rank holds gradients of; all ranks must pass the same ``which``."""
+        for index in self._order:
+            if which[index]:
+                self._send(self._lanes[index])
+        self.drain()
+
+    def agree_on_order(self) -> None:
+        """Adopt the order in which rank 0 saw buckets fill up. Collective; does something only the first time."""
+        if self._agreed:
+            return
+        rest = [index for index in self._order if index not in self._observed]
+        order = torch.tensor(self._observed + rest, dtype=torch.int64, device=self._axis.device)
+        broadcast(order, self._axis).wait()
+        self._order = order.tolist()
+        self._agreed = True
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for lane in self._lanes:
+            lane.bucket.local = None
+            lane.bucket.reduced = None
+            lane.bucket.used = [False] * len(lane.bucket.slots)

@@ -1,0 +1,82 @@
+"""Brings a unit's parameters in before they are read and lets them go after: ZeRO's stage 3.
+
+Prefetch and reuse are performance only. The one promise is `need`: when it returns, the unit's parameters can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from drivetrain.comm import Axis
+from drivetrain.zero.order import Phase, UseOrder
+from drivetrain.zero.policy import Policy
+from drivetrain.zero.unit import Unit
+
+
+class Residency:
+    """Decides what is whole on this rank, and when.
+
+    Args:
+        units: every unit, at its own index.
+        axis: the ranks that units are split over; gathers have this channel to themselves.
+        policy: budgets for prefetch and reuse.
+    """
+
+    def __init__(self, units: Sequence[Unit], axis: Axis, policy: Policy) -> None:
+        self._units = units
+        self._axis = axis
+        self._policy = policy
+        self.order = UseOrder()
+
+    def need(self, unit: Unit, phase: Phase) -> None:
+        """Return once ``unit`` is readable; send for what is expected next."""
+        self.order.record(unit.index, phase)
+        unit.start_gather(self._axis)
+        self._prefetch(unit)
+        unit.finish_gather()
+
+    def _prefetch(self, current: Unit) -> None:
+        budget = self._policy.prefetch_numel
+        ahead = 0
+        for index in self.order.upcoming():
+            unit = self._units[index]
+            if unit.live or unit is current:
+                continue
+            ahead += unit.numel
+            if budget is not None and ahead > budget:
+                return
+            unit.start_gather(self._axis)
+            if budget is None:
+                return
+
+    def done(self, unit: Unit) -> None:
+        """``unit`` has been used: release it, unless it is needed again soon enough to be worth keeping."""
+        if unit.live and not unit.resident and not self._worth_keeping(unit):
+            unit.release()
+
+    def _worth_keeping(self, unit: Unit) -> bool:
+        limit = self._policy.max_reuse_numel
+        if limit < 0:
+            return False
+        most = self._policy.max_live_numel
+        if most is not None and self.live_numel > most:
+            return False
+        between = 0
+        for index in self.order.upcoming():
+            if index == unit.index:
+                return True
+            other = self._units[index]
+            between += 0 if other.live else other.numel
+            if between > limit:
+                return False
+        return False
+
+    def release_all(self) -> None:
+        """Nothing that can be released stays whole."""
+        for unit in self._units:
+            unit.release()
+
+    @property
+    def live_numel(self) -> int:
+        """Elements of releasable units that are whole now."""
+        return sum(unit.numel for unit in self._units if unit.live and not unit.resident)

@@ -1,0 +1,189 @@
+"""Every stage against plain torch in one process, and against the other stages bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from drivetrain_testkit import relative_error, run_ranks
+from torch import nn
+
+from drivetrain.comm import Mesh, init
+from drivetrain.zero import Policy, ShardedOptimizer, shard
+
+STEPS = 20
+BATCH = 12  # divisible by 1, 2, 3 and 4 ranks
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Embedding, blocks and head, with everything that has made sharded training go wrong somewhere."""
+
+    def __init__(self, *, tied: bool = False, frozen: bool = False, twice: bool = False, unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        width, vocabulary = 20, 37
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.twice = twice
+        if tied:
+            self.head.weight = self.embed.weight
+        if frozen:
+            self.blocks[1].requires_grad_(False)
+            self.blocks[2].up.weight.requires_grad_(False)
+        if unused:
+            self.never = nn.Linear(3, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        if self.twice:
+            x = self.blocks[0](x) + self.blocks[3](x)
+        return self.head(x * self.scale)
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int = 0
+    accumulation: int = 1
+    max_norm: float = 0.0
+    tied: bool = False
+    frozen: bool = False
+    twice: bool = False
+    unused: bool = False
+    dtype: torch.dtype | None = None
+    persistence: int = 0
+    bucket: int = 500_000_000
+    prefetch: int | None = None
+    reduce_every_micro_batch: bool | None = None
+
+    def model(self) -> Model:
+        return Model(tied=self.tied, frozen=self.frozen, twice=self.twice, unused=self.unused)
+
+
+def batch(step: int, micro: int, accumulation: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + micro)
+    tokens = torch.randint(0, 37, (BATCH, 6), generator=generator)
+    return tokens, (tokens * 5 + step) % 37
+
+
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), target.flatten())
+
+
+def train_plain(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The oracle: one process, plain torch, fp32."""
+    torch.set_num_threads(1)
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(case.accumulation):
+            (loss_of(model, *batch(step, micro, case.accumulation)) / case.accumulation).backward()
+        bound = case.max_norm or float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), bound)))
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
+
+
+def train_sharded(rank: int, world_size: int, case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
+    mesh = Mesh.create(init())
+    model = case.model()
+    policy = Policy(
+        stage=case.stage,
+        param_dtype=case.dtype,
+        persistence_numel=case.persistence,
+        bucket_numel=case.bucket,
+        prefetch_numel=case.prefetch,
+        reduce_every_micro_batch=case.reduce_every_micro_batch,
+    )
+    sharded = shard(model, mesh, policy)
+    optimizer = ShardedOptimizer(
+        sharded, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), max_norm=case.max_norm
+    )
+    norms = []
+    for step in range(STEPS):
+        for micro in range(case.accumulation):
+            tokens, target = batch(step, micro, case.accumulation)
+            sharded.closes_step = micro == case.accumulation - 1
+            loss = loss_of(model, tokens.chunk(world_size)[rank], target.chunk(world_size)[rank])
+            (loss / case.accumulation).backward()
+        norms.append(optimizer.step().grad_norm)
+        assert sharded.bytes().gathered == 0, "gathered parameters are alive after the step"
+        assert sharded.bytes().gradients == 0
+    return {name: p.clone() for name, p in sharded.full_parameters()}, norms
+
+
+def joined(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([parameters[name].flatten() for name in sorted(parameters)])
+
+
+FEATURES = {
+    "plain": {},
+    "accumulation": {"accumulation": 3},
+    "clipping": {"max_norm": 0.5},
+    "tied": {"tied": True},
+    "frozen": {"frozen": True},
+    "twice": {"twice": True},
+    "unused": {"unused": True},
+    "all": {
+        "accumulation": 2,
+        "max_norm": 0.5,
+        "tied": True,
+        "frozen": True,
+        "twice": True,
+        "unused": True,
+        "persistence": 500,
+        "bucket": 900,
+        "prefetch": 10_000,
+    },
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_plain_torch(world_size: int, feature: str) -> None:
+    oracle, norms = train_plain(Case(**FEATURES[feature]))
+    for stage in range(4):
+        for parameters, found in run_ranks(train_sharded, world_size, Case(stage=stage, **FEATURES[feature])):
+            assert parameters.keys() == oracle.keys()
+            assert relative_error(joined(parameters), joined(oracle)) < 1e-6, f"stage {stage}"
+            assert found == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_stages_agree_bitwise_at_two_ranks(feature: str) -> None:
+    """With accumulation the order of additions is part of the arithmetic, so all stages are told to reduce alike."""
+    case = {**FEATURES[feature], "reduce_every_micro_batch": True}
+    results = [run_ranks(train_sharded, 2, Case(stage=stage, **case)) for stage in range(4)]
+    first, first_norms = results[0][0]
+    for stage, ranks in enumerate(results):
+        for rank, (parameters, norms) in enumerate(ranks):
+            assert norms == first_norms, f"stage {stage} rank {rank}"
+            for name, value in parameters.items():
+                assert torch.equal(value, first[name]), f"stage {stage} rank {rank} {name}"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3)])
+def test_half_precision_with_fp32_masters_stays_near(dtype: torch.dtype, tolerance: float) -> None:
+    oracle, _ = train_plain(Case())
+    for stage in range(4):
+        for parameters, _ in run_ranks(train_sharded, 2, Case(stage=stage, dtype=dtype)):
+            assert all(value.dtype == dtype for value in parameters.values())
+            assert relative_error(joined(parameters).float(), joined(oracle)) < tolerance, f"stage {stage}"
