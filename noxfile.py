@@ -32,6 +32,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent
 PACKAGES = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml"))}
+TOOLS = [file.parent for file in sorted(ROOT.glob("tools/*/pyproject.toml"))]  # unpublished: for the tests only
 PROJECT = load_toml(ROOT / "pyproject.toml")
 DEVICES = ("cpu", "cuda")
 
@@ -80,14 +81,20 @@ def siblings(name: str) -> set[str]:
     return found
 
 
-def install(session: nox.Session, names: Sequence[str], *extra: str, constrain: Sequence[str] | None = None) -> None:
+def install(
+    session: nox.Session,
+    names: Sequence[str],
+    *extra: str,
+    tools: Sequence[Path] = (),
+    constrain: Sequence[str] | None = None,
+) -> None:
     """Installs packages editable, with `extra` requirements, in one resolution.
 
     The build backends go in first and isolation is off, so that a backend is installed once and not once per package.
     """
     pins = constraints() if constrain is None else list(constrain)
     session.install("--quiet", *pins, *build_requirements(names), *extra)
-    editable = [part for name in names for part in ("--editable", str(PACKAGES[name]))]
+    editable = [part for path in [*(PACKAGES[name] for name in names), *tools] for part in ("--editable", str(path))]
     session.install("--quiet", "--no-build-isolation", *pins, *editable)
 
 
@@ -204,7 +211,7 @@ def tests(session: nox.Session) -> None:
     elif device == "cuda":
         markers = ["-m", "cuda"]
     wanted = names or list(PACKAGES)
-    install(session, with_siblings(wanted) if names else wanted, *group("test"), *group("lint"))
+    install(session, with_siblings(wanted) if names else wanted, *group("test"), *group("lint"), tools=TOOLS)
     suites = package_suites(wanted) + ([] if names else other_suites())
     if not suites:
         session.error("there are no tests here")
@@ -226,7 +233,7 @@ def lowest(session: nox.Session) -> None:
                 pins[requirement.name] = max([*bounds, pins.get(requirement.name, "0")], key=Version)
     file = Path(session.create_tmp()).resolve() / "lowest.txt"
     file.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pins.items())), encoding="utf-8")
-    install(session, wanted, *group("test"), constrain=["-c", str(file)])
+    install(session, wanted, *group("test"), tools=TOOLS, constrain=["-c", str(file)])
     run_pytest(session, package_suites(names or list(PACKAGES)), arguments)
 
 
@@ -272,7 +279,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict over every package and the tools."""
-    install(session, list(PACKAGES), *group("types"), *group("lint"))
+    install(session, list(PACKAGES), *group("types"), *group("lint"), tools=TOOLS)
     session.run("mypy", *session.posargs)
 
 
@@ -302,7 +309,7 @@ def build(session: nox.Session) -> None:
         checker = str(ROOT / "tools" / "lint" / "check_wheel.py")
         session.run("python", checker, "archive", distribution, str(dist))
         pip = [python, "-m", "pip", "install", "--quiet", *constraints(), "--find-links", str(dist), distribution]
-        session.run(*pip, external=True)
+        session.run(*pip, external=True, silent=True)
         with session.chdir(empty):
             session.run(python, "-I", checker, "installed", distribution, str(PACKAGES[name]), external=True)
 
@@ -317,7 +324,7 @@ def docs(session: nox.Session) -> None:
     if "serve" in session.posargs:
         session.run("mkdocs", "serve")
     else:
-        session.run("mkdocs", "build", "--strict", "--quiet")
+        session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session

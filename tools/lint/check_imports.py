@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from wheels import Violation, Wheel, normalised
 
-# Distributions whose import name is not their own name.
-DISTRIBUTION_OF = (("yaml", "pyyaml"), ("PIL", "pillow"), ("sklearn", "scikit-learn"), ("comet_ml", "comet-ml"))
+# Import names that are not those of the distribution to declare. pydantic-core is pydantic's own, at an exact version.
+DISTRIBUTION_OF = (("yaml", "pyyaml"), ("PIL", "pillow"), ("sklearn", "scikit-learn"), ("pydantic_core", "pydantic"))
 
 
 @dataclass(frozen=True, kw_only=True)

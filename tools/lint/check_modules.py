@@ -4,11 +4,15 @@ Flagged is a module-level name that is bound to a container that can change: a l
 a call. A table that is only read says so in its type (`Mapping[...]`, `Sequence[...]`, `Set[...]`, also inside
 `Final[...]`), and mypy then refuses writes to it; a tuple, a frozenset or a MappingProxyType needs no annotation. An
 empty container is state whatever its type says. (`global` statements are ruff's PLW0602 to 0604.)
+
+What belongs to the process by its nature, such as torch's default process group, may be state: the line then ends with
+`# state: ` and the reason.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from wheels import Violation, Wheel
@@ -20,6 +24,9 @@ MAKERS = frozenset(
         *("WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "local", "SimpleNamespace"),
     }
 )
+
+
+REASON = re.compile(r"#\s*state:\s*\S")
 
 
 def is_mutable(value: ast.expr) -> bool:
@@ -87,6 +94,10 @@ def mutable_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
 def check_modules(wheels: list[Wheel]) -> Iterator[Violation]:
     for wheel in wheels:
         for path in wheel.sources:
-            for name, line in mutable_names(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+            source = path.read_text(encoding="utf-8")
+            lines = source.splitlines()
+            for name, line in mutable_names(ast.parse(source, filename=str(path))):
+                if REASON.search(lines[line - 1]):
+                    continue
                 text = f"`{name}` is mutable state of the module: pass it as an argument, or give it a read-only type"
                 yield Violation(path=path, line=line, text=text)

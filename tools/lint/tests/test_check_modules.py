@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
-from check_modules import mutable_names
+from check_modules import check_modules, mutable_names
+from wheels import Wheel
 
 
 def names(source: str) -> list[str]:
@@ -53,3 +55,21 @@ def test_flagged(source: str) -> None:
 )
 def test_let_through(source: str) -> None:
     assert names(source) == []
+
+
+def test_a_reason_on_the_line_lets_it_stand(tmp_path: Path) -> None:
+    wheel = Wheel(
+        folder=tmp_path,
+        distribution="drivetrain-comm",
+        name="comm",
+        required=frozenset(),
+        optional=frozenset(),
+        exports=None,
+    )
+    wheel.root.mkdir(parents=True)
+    source = "a = {}  # state: torch has one default group per process\nb = {}  # state:\nc = {}\n"
+    (wheel.root / "setup.py").write_text(source, encoding="utf-8")
+    assert [(violation.line, violation.text.split()[0]) for violation in check_modules([wheel])] == [
+        (2, "`b`"),
+        (3, "`c`"),
+    ]
