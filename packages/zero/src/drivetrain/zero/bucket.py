@@ -152,6 +152,10 @@ class Bucket:
         pieces = (self.layout.piece(i, self.axis.rank) for i in range(len(self.slots)))
         return [Piece(p.start, p.numel, p.shard_offset + shift) for p in pieces]
 
+    def own_reduced(self) -> torch.Tensor | None:
+        """The part of the reduced gradients that is this rank's shard."""
+        return self.reduced if self.split or self.reduced is None else self.reduced[self.own]
+
     def publish_master(self) -> None:
         """Write the master weights into the parameters' own dtype (nothing to do where they are the same memory)."""
         if self.master.dtype != self.dtype:

@@ -5,7 +5,7 @@
                   owner pre-forward -> parameters in        owner post-forward: watch its outputs
     backward      gradient of a watched output -> parameters in, and the pass has begun
                   a parameter's gradient is accumulated     -> into its bucket
-                  gradients of the unit's inputs are there, and its own too -> parameters out
+                  gradient of the unit's input is there, and its own too -> parameters out
                   the engine's final callback               -> send the rest, everything out
 
 An owner is a module that holds parameters of a unit directly. Watching every owner's outputs, and not only the unit's, is
@@ -55,11 +55,6 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 def differentiable(value: object) -> list[torch.Tensor]:
     """The tensors in ``value`` that backward will reach, in order."""
     return [t for t in tensors_in(value) if t.requires_grad] if torch.is_grad_enabled() else []
-
-
-def _alias(value: Any) -> Any:
-    """The same tensor as a node of its own in the autograd graph; anything else unchanged."""
-    return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
 
 class BackwardPass:
@@ -181,20 +176,18 @@ class Hooks:
         if not watched:
             self._residency.release_all()
 
-    def _unit_entrance(self, unit: Unit) -> Callable[..., Any]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _unit_entrance(self, unit: Unit) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             phase = self._phase()
             self._residency.need(unit, phase)
             if phase is not Phase.FORWARD:
-                return None
-            # Aliases, because the hook must wait for this call's share of the gradients only: a tensor that every block
-            # reads, such as an encoder's output, has its full gradient when backward is almost over.
-            args, kwargs = tuple(map(_alias, args)), {key: _alias(value) for key, value in kwargs.items()}
-            inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.requires_grad]
-            if inputs:
+                return
+            # The first differentiable input stands for the call: what all blocks read besides, such as an encoder's
+            # output, has its gradient only when backward is almost over.
+            hidden = next(iter(differentiable((args, kwargs))), None)
+            if hidden is not None:
                 unit.open_calls += 1
-                torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._on_inputs_done(unit))
-            return args, kwargs
+                torch.autograd.graph.register_multi_grad_hook((hidden,), lambda _: self._on_inputs_done(unit))
 
         return before
 

@@ -201,10 +201,9 @@ class ShardedOptimizer:
         sharded.hooks.backward.settle()
         sharded.residency.release_all()
         sharded.reducer.drain()
-        norm = self._survey()
-        sharded.reducer.agree_on_order()
         scale = self.scaler.scale
-        norm /= scale
+        norm = self._survey() / scale
+        sharded.reducer.agree_on_order()
         finite = math.isfinite(norm)
         if not finite and self._skip_non_finite:
             return self._skip(norm, scale)
@@ -235,7 +234,8 @@ class ShardedOptimizer:
         used = iter(counts[len(buckets) :])
         for bucket in buckets:
             bucket.used = [next(used) > 0 for _ in bucket.slots]
-        return math.sqrt(total) if total >= 0 else math.nan
+        # Rounded to fp32, so that the order in which shards were added up cannot show: see `clip`.
+        return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32).item()
 
     def _skip(self, norm: float, scale: float) -> StepResult:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.scaler.at_minimum else 0
