@@ -1,0 +1,177 @@
+"""What keys demand of each other.
+
+Each rule looks at one configuration and yields what is wrong. A rule names the keys that it reads, so that it is left
+out when one of those already has a problem of its own: a person is told about the cause, not about what follows from
+it.
+
+Limits of upstream that come from its implementation and are not shared: LAMB needs no dynamic loss scale; accumulation
+under the caller's own count goes with any stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from drivetrain.engine.config.schema.top import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conflict:
+    """A broken rule."""
+
+    path: str
+    """Dotted field names of the key to blame."""
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A demand that several keys make together."""
+
+    reads: tuple[str, ...]
+    check: Callable[[Config], Iterator[Conflict]]
+
+
+def _one_format(config: Config) -> Iterator[Conflict]:
+    if config.fp16.enabled and config.bf16.enabled:
+        yield Conflict(
+            path="bf16.enabled",
+            message="fp16 and bf16 are both enabled, and a model computes in one format",
+            hint="set one of them to false; bf16 has the wider range and needs no loss scale",
+        )
+
+
+def _dynamic_scale(config: Config) -> Iterator[Conflict]:
+    if not config.fp16.enabled or config.fp16.loss_scale != 0:
+        return
+    if config.fp16.loss_scale_window == 0:
+        yield Conflict(
+            path="fp16.loss_scale_window",
+            message="a dynamic loss scale (loss_scale 0) needs a window above 0, or it never grows back",
+            hint="use 1000, or set a constant loss_scale",
+        )
+    if config.fp16.min_loss_scale == 0:
+        yield Conflict(
+            path="fp16.min_loss_scale",
+            message="a dynamic loss scale (loss_scale 0) needs a smallest value above 0, or it can reach 0",
+            hint="use 1, or set a constant loss_scale",
+        )
+
+
+def _sum_at_stage_3(config: Config) -> Iterator[Conflict]:
+    if config.gradient_allreduce_op == "sum" and config.zero_optimization.stage == 3:
+        yield Conflict(
+            path="gradient_allreduce_op",
+            message='stage 3 averages gradients; "sum" is for stages 0 to 2',
+            hint='use "mean" (and multiply the learning rate if the sum was meant), or a lower stage',
+        )
+
+
+def _scaling_with_reduce_scatter(config: Config) -> Iterator[Conflict]:
+    zero = config.zero_optimization
+    if zero.stage < 2 or not zero.reduce_scatter or config.gradient_allreduce_op != "mean":
+        return
+    if config.gradient_predivide_factor != 1.0:
+        yield Conflict(
+            path="gradient_predivide_factor",
+            message=f"with reduce_scatter at stage {zero.stage} gradients are averaged in one go, no factor before",
+            hint='leave it 1, set "reduce_scatter" to false, or use "communication_data_type": "fp32" against overflow',
+        )
+    if config.prescale_gradients:
+        yield Conflict(
+            path="prescale_gradients",
+            message=f"with reduce_scatter at stage {zero.stage} gradients are averaged in one go, not scaled before",
+            hint='leave it false, or set "reduce_scatter" to false',
+        )
+
+
+def _even_bucket(config: Config) -> Iterator[Conflict]:
+    size = config.zero_optimization.allgather_bucket_size
+    if size % 2:
+        yield Conflict(
+            path="zero_optimization.allgather_bucket_size",
+            message="the number of elements must be even, since shards are aligned to 2",
+            hint=f"use {size + 1}",
+        )
+
+
+def _param_dtype(config: Config) -> Iterator[Conflict]:
+    asked = config.data_types.param_dtype
+    if asked is None or asked == config.model_dtype:
+        return
+    sections = {"fp16": '"fp16": {"enabled": true}', "bf16": '"bf16": {"enabled": true}', "fp32": "neither"}
+    yield Conflict(
+        path="data_types.param_dtype",
+        message=f"the parameters are {config.model_dtype}, as the fp16 and bf16 sections say, not {asked}",
+        hint=f"remove the key, or write {sections[asked]}"
+        if asked != "fp32"
+        else "remove the key, or switch the fp16 and bf16 sections off",
+    )
+
+
+RULES = (
+    Rule(reads=("fp16.enabled", "bf16.enabled"), check=_one_format),
+    Rule(
+        reads=("fp16.enabled", "fp16.loss_scale", "fp16.loss_scale_window", "fp16.min_loss_scale"), check=_dynamic_scale
+    ),
+    Rule(reads=("gradient_allreduce_op", "zero_optimization.stage"), check=_sum_at_stage_3),
+    Rule(
+        reads=(
+            "gradient_allreduce_op",
+            "gradient_predivide_factor",
+            "prescale_gradients",
+            "zero_optimization.reduce_scatter",
+            "zero_optimization.stage",
+        ),
+        check=_scaling_with_reduce_scatter,
+    ),
+    Rule(reads=("zero_optimization.allgather_bucket_size",), check=_even_bucket),
+    Rule(reads=("data_types.param_dtype", "fp16.enabled", "bf16.enabled"), check=_param_dtype),
+)
+"""All rules. Read-only."""
+
+
+def advice(config: Config) -> Iterator[tuple[str, str]]:
+    """What is allowed and looks like a mistake: dotted path and sentence."""
+    size = config.vocabulary_size
+    if size is not None and size % 8:
+        yield (
+            "vocabulary_size",
+            f"{size} is no multiple of 8, which matrix units favour; {-(-size // 8) * 8} is the next",
+        )
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
+        yield "gradient_predivide_factor", "has no effect beside prescale_gradients, which divides by all ranks at once"
+    zero = config.zero_optimization
+    given = sorted(_STAGE_3_KEYS.intersection(zero.changed()))
+    if zero.stage < 3 and given:
+        yield "zero_optimization", f"{', '.join(given)} apply at stage 3, and this is stage {zero.stage}"
+    if config.scheduler is not None and config.scheduler.native is not None:
+        yield from _schedule_advice(config.scheduler.arguments())
+
+
+_STAGE_3_KEYS = frozenset(
+    {
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+    }
+)
+
+
+def _schedule_advice(arguments: dict[str, object]) -> Iterator[tuple[str, str]]:
+    total, warmup = arguments.get("total_num_steps"), arguments.get("warmup_num_steps")
+    if isinstance(total, int) and isinstance(warmup, int) and total <= warmup:
+        yield (
+            "scheduler.params.warmup_num_steps",
+            f"the warm-up takes {warmup} of {total} steps, so the learning rate never decays",
+        )
+    low, high = arguments.get("cycle_min_lr"), arguments.get("cycle_max_lr")
+    if isinstance(low, float) and isinstance(high, float) and low > high:
+        yield (
+            "scheduler.params.cycle_min_lr",
+            f"{low:g} is above cycle_max_lr {high:g}, so the cycle falls before it rises",
+        )
