@@ -52,6 +52,8 @@ class Examination:
     notices: tuple[Notice, ...]
     source: str | None
     """Path of the file; None for a mapping or base64."""
+    lines: Mapping[str, int]
+    """Line of each key in the text, by dotted key; empty for a mapping."""
 
 
 def load(source: Mapping[str, Any] | str | os.PathLike[str], *, hints: Mapping[str, Any] | None = None) -> Config:
@@ -94,7 +96,13 @@ def examine(
     _apply_rules(trail, config)
     config._notices = tuple(sorted(trail.notices, key=lambda notice: notice.line or 0))
     problems = sorted(trail.problems, key=lambda problem: problem.line or 0)
-    return Examination(config=config, problems=tuple(problems), notices=config.notices, source=document.source)
+    return Examination(
+        config=config,
+        problems=tuple(problems),
+        notices=config.notices,
+        source=document.source,
+        lines={dotted(path): line for path, line in document.lines.items()},
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- types and ranges
@@ -209,6 +217,8 @@ def _check_arguments(trail: Trail, data: dict[str, Any]) -> None:
                 continue
             for finding in requests(model, (section, "params")):
                 _refuse_one(trail, finding)
+            for finding in ineffective(model, (section, "params")):
+                _mention(trail, finding)
             values["params"] = model.model_dump(exclude_unset=True)
         else:
             _check_torch(trail, section, kind, values)
@@ -256,9 +266,13 @@ def _refuse(trail: Trail, config: Config) -> None:
     for finding in requests(config):
         _refuse_one(trail, finding)
     for finding in ineffective(config):
-        given = trail.key(finding.path)
-        message = "has no effect: " + finding.key.differs
-        trail.notices.append(Notice(kind="no effect", path=dotted(given), message=message, line=trail.line(given)))
+        _mention(trail, finding)
+
+
+def _mention(trail: Trail, finding: Finding) -> None:
+    given = trail.key(finding.path)
+    message = "has no effect: " + finding.key.differs
+    trail.notices.append(Notice(kind="no effect", path=dotted(given), message=message, line=trail.line(given)))
 
 
 def _refuse_one(trail: Trail, finding: Finding) -> None:

@@ -73,7 +73,7 @@ class ConfigError(ValueError):
 
 def describe(problem: Problem, source: str | None) -> str:
     """The problem as two or three lines of text, the first of them the place."""
-    place = problem.path or "the file as a whole"
+    place = problem.path or "the configuration"
     if problem.line is not None:
         place = f"{source or 'line'}:{problem.line}: {place}"
     if problem.found:

@@ -111,6 +111,18 @@ def _param_dtype(config: Config) -> Iterator[Conflict]:
     )
 
 
+def _bias_correction(config: Config) -> Iterator[Conflict]:
+    optimizer = config.optimizer
+    if optimizer is None or optimizer.type not in ("Adam", "AdamW"):
+        return
+    if optimizer.params.get("bias_correction") is False:
+        yield Conflict(
+            path="optimizer.params.bias_correction",
+            message="this version's Adam always corrects the moments for their start at zero",
+            hint='remove the key, or use "Lamb", which can do without',
+        )
+
+
 RULES = (
     Rule(reads=("fp16.enabled", "bf16.enabled"), check=_one_format),
     Rule(
@@ -129,6 +141,7 @@ RULES = (
     ),
     Rule(reads=("zero_optimization.allgather_bucket_size",), check=_even_bucket),
     Rule(reads=("data_types.param_dtype", "fp16.enabled", "bf16.enabled"), check=_param_dtype),
+    Rule(reads=("optimizer.type", "optimizer.params.bias_correction"), check=_bias_correction),
 )
 """All rules. Read-only."""
 

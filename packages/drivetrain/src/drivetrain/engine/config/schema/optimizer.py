@@ -27,6 +27,7 @@ from drivetrain.engine.config.schema.keys import (
     Section,
     Status,
     Text,
+    key_of,
 )
 
 Betas = tuple[Momentum, Momentum]
@@ -50,11 +51,15 @@ class AdamParams(LearningRate):
 
     betas: Annotated[Betas, Key("Decay rates of the first and second moment.")] = (0.9, 0.999)
     eps: Annotated[NonNegative, Key("Added to the root of the second moment.")] = 1e-8
-    bias_correction: Annotated[Flag, Key("Correct the moments for their start at zero.")] = True
+    bias_correction: Annotated[
+        Flag, Key("Correct the moments for their start at zero.", differs="Only true: this Adam always corrects them.")
+    ] = True
     amsgrad: Annotated[
         Flag, Key("Divide by the largest second moment so far.", differs="Works; upstream's fused Adam refuses it.")
     ] = False
-    torch_adam: Annotated[Flag, Key("Use torch's own implementation.")] = False
+    torch_adam: Annotated[
+        Flag, Key("Use torch's own implementation.", NO_EFFECT, differs="Adam is torch's own, in its fused form.")
+    ] = False
     adam_w_mode: Annotated[
         Flag, Key("Decoupled weight decay. AdamW always decouples, and so does Adam unless this is false.")
     ] = True
@@ -238,10 +243,12 @@ class Optimizer(Section):
         return NATIVE_OPTIMIZERS.get(self.type.lower())
 
     def arguments(self) -> dict[str, Any]:
-        """The parameters with defaults filled in; for a type of torch only those given."""
+        """The parameters that work in this version, with defaults filled in; for a type of torch only those given."""
         if self.native is None:
             return dict(self.params)
-        return self.native.params.model_validate(self.params).model_dump()
+        filled = self.native.params.model_validate(self.params).model_dump()
+        keys = {name: key_of(info) for name, info in self.native.params.model_fields.items()}
+        return {name: value for name, value in filled.items() if name not in keys or keys[name].status is Status.WORKS}
 
     @property
     def lr(self) -> float | None:

@@ -162,8 +162,22 @@ class ZeroOptimization(Section):
             differs='"auto" asks for a value; upstream takes stage 0 without a word.',
         ),
     ] = 0
-    contiguous_gradients: Annotated[Flag, Key("Copy gradients into one buffer as they are made.")] = True
-    reduce_scatter: Annotated[Flag, Key("Reduce each gradient only to the rank that owns it, not to all ranks.")] = True
+    contiguous_gradients: Annotated[
+        Flag,
+        Key(
+            "Copy gradients into one buffer as they are made.",
+            NO_EFFECT,
+            differs="Gradients always go through one buffer.",
+        ),
+    ] = True
+    reduce_scatter: Annotated[
+        Flag,
+        Key(
+            "Reduce each gradient only to the rank that owns it, not to all ranks.",
+            NO_EFFECT,
+            differs="From stage 1 on each gradient goes to its owner, and at stage 0 to all ranks.",
+        ),
+    ] = True
     reduce_bucket_size: Annotated[
         Positive, Key("Elements that are reduced in one collective.", differs="0 is refused.")
     ] = 500_000_000
@@ -182,7 +196,10 @@ class ZeroOptimization(Section):
         Positive, Key("Elements of parameters that are gathered in one collective. Even.", differs="0 is refused.")
     ] = 500_000_000
     overlap_comm: Annotated[
-        Flag | None, Key("Reduce gradients while backward goes on; null is true at stage 3 and false below.")
+        Flag | None,
+        Key(
+            "Reduce gradients while backward goes on; null is true.", differs="Upstream's null is false below stage 3."
+        ),
     ] = None
     load_from_fp32_weights: Annotated[
         Flag,
@@ -191,6 +208,7 @@ class ZeroOptimization(Section):
             PLANNED,
             feature="restoring master weights from 16-bit weights",
             instead="keep it true",
+            differs="True works.",
         ),
     ] = True
     elastic_checkpoint: Annotated[
@@ -229,8 +247,13 @@ class ZeroOptimization(Section):
         ),
     ] = 1_000_000_000
     prefetch_bucket_size: Annotated[
-        Count, Key("Elements of parameters gathered ahead of use at stage 3.", aliases=("stage3_prefetch_bucket_size",))
-    ] = 50_000_000
+        Count | None,
+        Key(
+            "Most elements of parameters gathered ahead of use at stage 3; null gathers one unit ahead.",
+            aliases=("stage3_prefetch_bucket_size",),
+            differs="Upstream's default is 5e7.",
+        ),
+    ] = None
     param_persistence_threshold: Annotated[
         Count,
         Key("Parameters with fewer elements stay whole at stage 3.", aliases=("stage3_param_persistence_threshold",)),
@@ -240,18 +263,29 @@ class ZeroOptimization(Section):
         Key("Most elements that stay whole in all at stage 3.", aliases=("stage3_model_persistence_threshold",)),
     ] = sys.maxsize
     max_live_parameters: Annotated[
-        Count, Key("Most gathered elements alive at a time at stage 3.", aliases=("stage3_max_live_parameters",))
-    ] = 1_000_000_000
+        Count | None,
+        Key(
+            "Most elements kept gathered for reuse at stage 3; null does not limit them.",
+            aliases=("stage3_max_live_parameters",),
+            differs="Upstream's default is 1e9.",
+        ),
+    ] = None
     max_reuse_distance: Annotated[
         Count,
         Key(
-            "Keep a parameter gathered when it is used again within this many elements.",
+            "Keep a parameter gathered when at most this many elements are used before it is used again; 0 never does.",
             aliases=("stage3_max_reuse_distance",),
+            differs="The default takes the least memory; upstream's is 1e9.",
         ),
-    ] = 1_000_000_000
+    ] = 0
     gather_16bit_weights_on_model_save: Annotated[
         Flag,
-        Key("Save whole 16-bit weights at stage 3.", aliases=("stage3_gather_16bit_weights_on_model_save",)),
+        Key(
+            "Allow whole 16-bit weights to be saved at stage 3.",
+            NO_EFFECT,
+            aliases=("stage3_gather_16bit_weights_on_model_save",),
+            differs="Always allowed: `Engine.export` writes whole weights at any stage.",
+        ),
     ] = False
     module_granularity_threshold: Annotated[
         Count,
@@ -364,11 +398,6 @@ class ZeroOptimization(Section):
         LeafModule,
         Key("Modules that are gathered as a whole.", PLANNED, feature="choosing leaf modules in the configuration"),
     ] = Field(default_factory=LeafModule)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether reduction overlaps backward, with null resolved."""
-        return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
 
 
 class Aio(Section):
