@@ -102,15 +102,11 @@ class ShardedModule:
         """Make every rank's parameters follow from the shards, after these were written to (by a load). Collective."""
         self.residency.release_all()
         for bucket in self.buckets:
-            bucket.publish_master()
-            if bucket.resident:
-                bucket.gather(self.axis).wait()
-
-    def refresh_master(self) -> None:
-        """Complete master weights of which each rank loaded its own shard only (stage 0). Collective."""
-        for bucket in self.trainable_buckets:
-            if not bucket.split and bucket.master is not bucket.full:
+            if not bucket.split:
                 all_gather(bucket.master, bucket.master[bucket.own], self.axis).wait()
+            bucket.publish_master()
+            if bucket.split and bucket.resident:
+                bucket.gather(self.axis).wait()
 
     def model_slices(self) -> dict[str, FlatSlice]:
         """This rank's part of every parameter, by canonical name, in the highest precision there is."""

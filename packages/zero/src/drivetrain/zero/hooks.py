@@ -57,18 +57,28 @@ def differentiable(value: object) -> list[torch.Tensor]:
     return [t for t in tensors_in(value) if t.requires_grad] if torch.is_grad_enabled() else []
 
 
+def _nothing() -> None:
+    """The check of a pass that nobody objects to."""
+
+
 class BackwardPass:
-    """Knows whether a backward pass is under way, and runs what must happen at its end."""
+    """Knows whether a backward pass is under way, and runs what must happen at its end.
+
+    Attributes:
+        check: called when a pass begins; may raise to refuse it.
+    """
 
     def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None], on_abandon: Callable[[], None]) -> None:
         self._on_begin = on_begin
         self._on_end = on_end
         self._on_abandon = on_abandon
         self.active = False
+        self.check: Callable[[], None] = _nothing
 
     def enter(self) -> None:
         """Called by every hook that runs inside backward; the first call begins the pass."""
         if not self.active:
+            self.check()
             self.active = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
             self._on_begin()

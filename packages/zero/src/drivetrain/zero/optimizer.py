@@ -102,6 +102,7 @@ class ShardedOptimizer:
             shards in place; its state must be empty.
         max_norm: clip the global gradient norm to this; 0 does not clip.
         scaler: owns the loss scale. Its scale must have multiplied the loss.
+        require_all: every optimized parameter must have got a gradient on some rank.
         skip_non_finite: skip the step when a gradient is Inf or NaN, instead of applying it.
         patience: steps skipped in a row, with the loss scale at its minimum, before `NonFiniteGradientError`.
 
@@ -116,6 +117,7 @@ class ShardedOptimizer:
         *,
         max_norm: float = 0.0,
         scaler: LossScaler | None = None,
+        require_all: bool = False,
         skip_non_finite: bool = True,
         patience: int = 20,
     ) -> None:
@@ -125,6 +127,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.scaler = scaler or LossScaler()
         self.max_norm = max_norm
+        self._require_all = require_all
         self._skip_non_finite = skip_non_finite
         self._patience = patience
         self._skipped_in_a_row = 0
@@ -234,8 +237,19 @@ class ShardedOptimizer:
         used = iter(counts[len(buckets) :])
         for bucket in buckets:
             bucket.used = [next(used) > 0 for _ in bucket.slots]
+        if self._require_all:
+            self._refuse_unused()
         # Rounded to fp32, so that the order in which shards were added up cannot show: see `clip`.
         return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32).item()
+
+    def _refuse_unused(self) -> None:
+        buckets = self.sharded.trainable_buckets
+        unused = [s.name for b in buckets for s, used in zip(b.slots, b.used, strict=True) if not used]
+        if unused:
+            raise RuntimeError(
+                f"{len(unused)} parameters got no gradient on any rank in this step, the first is '{unused[0]}'; use "
+                "them in the loss, freeze them, or set zero_optimization.ignore_unused_parameters to true"
+            )
 
     def _skip(self, norm: float, scale: float) -> StepResult:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self.scaler.at_minimum else 0

@@ -1,0 +1,528 @@
+"""The engine: one model in training. It keeps the count of steps and delegates everything else.
+
+A step, managed (the default): for each of ``gradient_accumulation_steps`` micro-batches call forward, `backward` and `step`;
+`step` acts on the last one. `train_batch` does all of that. Whatever the mode, gradients add up from one optimizer
+step to the next over every backward pass, and plain ``loss.backward()`` works in place of ``engine.backward(loss)``, which
+besides divides the loss by the number of micro-batches and multiplies it by the loss scale.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.comm import Ledger, Mesh, all_reduce
+from drivetrain.engine.checkpoint import (
+    Exported,
+    ExportOptions,
+    LoadedCheckpoint,
+    LoadOptions,
+    RandomState,
+    SaveOptions,
+    export_tensors,
+    load,
+    open_checkpoint,
+    save,
+)
+from drivetrain.engine.config import BatchSizes, Config
+from drivetrain.engine.data import RepeatingLoader, TrainLoader
+from drivetrain.engine.lr import Schedule
+from drivetrain.engine.monitor import PhaseTimers, SinkGroup
+from drivetrain.engine.snapshot import (
+    MODEL,
+    LoadParts,
+    finish_optimizer,
+    model_tensors,
+    optimizer_metadata,
+    optimizer_tensors,
+    prepare_optimizer,
+)
+from drivetrain.zero import ShardedModule, ShardedOptimizer
+
+log = logging.getLogger("drivetrain.engine")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What `Engine.step` did.
+
+    Attributes:
+        step: optimizer steps taken before this call, skipped ones not counted: the i of the schedule's f(i).
+        stepped: parameters were updated.
+        reason: why not, if not: still accumulating, or gradients that are not finite.
+        grad_norm: global norm of the unscaled gradients before clipping; None while accumulating.
+        clip_coefficient: what the gradients were multiplied by; 1 where clipping did not bite.
+        lr: the learning rate of the first parameter group in this step.
+        loss_scale: the scale that the gradients carried.
+    """
+
+    step: int
+    stepped: bool
+    reason: str | None
+    grad_norm: float | None
+    clip_coefficient: float
+    lr: float
+    loss_scale: float
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """How far training has come. Part of every checkpoint."""
+
+    global_steps: int = 0  # optimizer steps attempted
+    skipped_steps: int = 0  # of these, skipped because gradients were not finite
+    micro_steps: int = 0  # micro-batches
+    global_samples: int = 0  # samples, over all ranks
+
+    @property
+    def applied_steps(self) -> int:
+        return self.global_steps - self.skipped_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What `assemble` puts together for an engine."""
+
+    config: Config
+    mesh: Mesh
+    batch: BatchSizes
+    sharded: ShardedModule
+    optimizer: ShardedOptimizer | None
+    schedule: Schedule | None
+    loader: TrainLoader | None
+    sinks: SinkGroup
+    timers: PhaseTimers
+
+
+class Engine:
+    """A model in training. Made by `drivetrain.engine.initialize`.
+
+    Attributes:
+        module: the model; its parameters are sharded.
+        optimizer: the sharded optimizer, or None.
+        schedule: the learning-rate schedule, or None.
+        train_loader: the training data in micro-batches, or None.
+        config, mesh, batch: as resolved.
+        last_step: what the last `train_batch` did.
+        counters: steps and samples so far.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.config = parts.config
+        self.mesh = parts.mesh
+        self.batch = parts.batch
+        self.sharded = parts.sharded
+        self.module: nn.Module = parts.sharded.module
+        self.optimizer = parts.optimizer
+        self.schedule = parts.schedule
+        self.train_loader = parts.loader
+        self.sinks = parts.sinks
+        self.timers = parts.timers
+        self.counters = Counters()
+        self._held = False  # inside no_sync
+        self._scaled = False  # the loss of the coming backward pass carries the loss scale
+        self._losses: list[torch.Tensor] = []
+        self._batches: Iterator[Any] | None = None
+        self.last_step: StepRecord | None = None
+        self.sharded.hooks.backward.check = self._check_scaled
+
+    # querying ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world.size
+
+    @property
+    def ledger(self) -> Ledger:
+        """Counts of all collectives of this engine."""
+        return self.mesh.ledger
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps attempted so far."""
+        return self.counters.global_steps
+
+    @property
+    def loss_scale(self) -> float:
+        return self.optimizer.scaler.scale if self.optimizer else 1.0
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each parameter group, for the coming step."""
+        return [float(group["lr"]) for group in self._need_optimizer().param_groups]
+
+    @property
+    def closes_step(self) -> bool:
+        """Whether the current micro-batch is the last one before an update."""
+        if not self.config.managed_gradient_accumulation:
+            return True
+        return (self.counters.micro_steps + 1) % self.batch.accumulation == 0
+
+    def _need_optimizer(self) -> ShardedOptimizer:
+        if self.optimizer is None:
+            raise RuntimeError(
+                'this engine has no optimizer: add an "optimizer" section to the configuration or pass optimizer= to '
+                "initialize"
+            )
+        return self.optimizer
+
+    def train(self, mode: bool = True) -> Engine:
+        """Set the module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    # training ---------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.forward(*inputs, **kwargs)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        self._scaled = False
+        self.sharded.closes_step = self.closes_step and not self._held
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            inputs, kwargs = _cast_floats(inputs), _cast_floats(kwargs)
+        with self.timers.measure("forward"):
+            return self.module(*inputs, **kwargs)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply a loss by the loss scale, for ``engine.scale(loss).backward()``."""
+        self._scaled = True
+        return loss * self.loss_scale if self.loss_scale != 1.0 else loss
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Add the gradients of ``loss`` to what has accumulated.
+
+        Args:
+            loss: a scalar with a graph.
+            retain_graph: keep the graph for another backward pass.
+            scale_wrt_gas: divide the loss by ``gradient_accumulation_steps`` first, so that the gradients of a step
+                are a mean over micro-batches.
+
+        Returns:
+            The loss so divided.
+        """
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(
+                f"rank {self.rank}: engine.backward takes a scalar loss that depends on trained parameters, got a "
+                f"tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
+            )
+        if scale_wrt_gas and self.batch.accumulation > 1:
+            loss = loss / self.batch.accumulation
+        self.sharded.closes_step = self.closes_step and not self._held
+        with self.timers.measure("backward"):
+            self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._losses.append(loss.detach())
+        return loss
+
+    def _check_scaled(self) -> None:
+        if self.config.fp16.enabled and not self._scaled:
+            raise RuntimeError(
+                f"rank {self.rank}: with fp16 the loss must carry the loss scale, or gradients underflow: call "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context do not reduce gradients at stages 0 and 1; see `ShardedModule.no_sync`."""
+        held, self._held = self._held, True
+        try:
+            with self.sharded.no_sync():
+                yield
+        finally:
+            self._held = held
+
+    def step(self) -> StepRecord:
+        """Close a micro-batch, and update the parameters if it was the last one of its step. Collective."""
+        optimizer = self._need_optimizer()
+        if self._held:
+            raise RuntimeError("engine.step() inside no_sync() would update from gradients that were not reduced")
+        closes = self.closes_step
+        counters = self.counters
+        counters.micro_steps += 1
+        counters.global_samples += self.batch.micro * self.sharded.axis.size
+        index = counters.applied_steps
+        if not closes:
+            done = counters.micro_steps % self.batch.accumulation
+            return StepRecord(
+                step=index,
+                stepped=False,
+                reason=f"accumulating: micro-batch {done} of {self.batch.accumulation}",
+                grad_norm=None,
+                clip_coefficient=1.0,
+                lr=self.learning_rates[0],
+                loss_scale=self.loss_scale,
+            )
+        if self.schedule is not None:
+            self.schedule.apply(index)
+        lr = self.learning_rates[0]
+        with self.timers.measure("step"):
+            result = optimizer.step()
+        counters.global_steps += 1
+        counters.skipped_steps += not result.stepped
+        if self.schedule is not None:
+            self.schedule.apply(counters.applied_steps)
+        record = StepRecord(
+            step=index,
+            stepped=result.stepped,
+            reason=result.reason,
+            grad_norm=result.grad_norm,
+            clip_coefficient=result.clip_coefficient,
+            lr=lr,
+            loss_scale=result.loss_scale,
+        )
+        self._observe(record)
+        return record
+
+    def _observe(self, record: StepRecord) -> None:
+        losses, self._losses = self._losses, []
+        every = self.config.steps_per_print
+        prints = every is not None and self.counters.global_steps % every == 0
+        phases = self.timers.take()
+        if record.reason:
+            log.warning("rank %d: step %d skipped: %s", self.rank, self.counters.global_steps, record.reason)
+        if self.rank != 0:
+            return
+        values: dict[str, float | int] = {
+            "lr": record.lr,
+            "grad_norm": record.grad_norm or 0.0,
+            "loss_scale": record.loss_scale,
+            "samples": self.counters.global_samples,
+        }
+        if losses and (prints or self.config.csv_monitor.enabled):
+            values["loss"] = float(torch.stack(losses).sum())
+        values.update({f"{phase}_seconds": seconds for phase, seconds in phases.items()})
+        self.sinks.write(self.counters.global_steps, values)
+        if prints:
+            text = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
+            log.info("step %d: %s", self.counters.global_steps, text)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """One whole optimizer step: all its micro-batches, then the update. Collective.
+
+        Args:
+            data_iter: gives micro-batches; None goes on through ``train_loader``, epoch after epoch. A mapping becomes
+                keyword arguments of the module, a tuple or list its positional ones, anything else its only one.
+                The module returns the loss, or something whose ``loss`` or first item it is.
+
+        Returns:
+            The mean loss over micro-batches and ranks. What the update did is in ``last_step``.
+        """
+        batches = data_iter if data_iter is not None else self._training_batches()
+        losses = []
+        for _ in range(self.batch.accumulation):
+            loss = loss_of(self.call_with(next(batches)))
+            losses.append(loss.detach().float())
+            self.backward(loss)
+            self.last_step = self.step()
+        return self._mean(torch.stack(losses).mean())
+
+    def call_with(self, batch: Any) -> Any:
+        """Run the module on a batch, moved to the device."""
+        moved = _to_device(batch, self.device)
+        if isinstance(moved, Mapping):
+            return self.forward(**moved)
+        if isinstance(moved, (tuple, list)):
+            return self.forward(*moved)
+        return self.forward(moved)
+
+    @torch.no_grad()
+    def eval_batch(self, batch: Any) -> torch.Tensor:
+        """The loss of one batch in evaluation mode, averaged over ranks. Collective."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            return self._mean(loss_of(self.call_with(batch)).float())
+        finally:
+            self.module.train(training)
+
+    def _mean(self, value: torch.Tensor) -> torch.Tensor:
+        total = value.reshape(1).clone()
+        all_reduce(total, self.sharded.axis, op="mean").wait()
+        return total[0]
+
+    def _training_batches(self) -> Iterator[Any]:
+        if self._batches is None:
+            if self.train_loader is None:
+                raise RuntimeError("this engine has no training data: pass training_data= to initialize, or data_iter")
+            self._batches = iter(RepeatingLoader(self.train_loader))
+        return self._batches
+
+    # state ------------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        *,
+        client_state: object = None,
+        options: SaveOptions | None = None,
+    ) -> Path:
+        """Save everything needed to go on, loadable at any stage and world size. Collective.
+
+        Args:
+            directory: the run's folder of checkpoints.
+            tag: the checkpoint's name; None means ``global_step<n>``.
+            client_state: what you want back at load: tensors and plain values.
+            options: see `SaveOptions`.
+
+        Raises:
+            RuntimeError: in the middle of an accumulation; the gradients so far would be lost.
+            CheckpointError: it could not be written; what was there before is untouched.
+        """
+        if self.counters.micro_steps % self.batch.accumulation and self.config.managed_gradient_accumulation:
+            raise RuntimeError(
+                f"rank {self.rank}: save in the middle of an accumulation (micro-batch "
+                f"{self.counters.micro_steps % self.batch.accumulation} of {self.batch.accumulation}) would lose its "
+                "gradients; save after the step that updates"
+            )
+        axis = self.sharded.axis
+        tensors = model_tensors(self.sharded)
+        metadata: dict[str, Any] = {
+            "counters": vars(self.counters),
+            "schedule": self.schedule.state_dict() if self.schedule else None,
+            "data": self.train_loader.state_dict() if self.train_loader else None,
+            "config": self.config.to_dict(only_given=True),
+            "model_config": _model_config(self.module),
+        }
+        if self.optimizer is not None:
+            tensors.update(optimizer_tensors(self.optimizer, "save"))
+            metadata["optimizer"] = optimizer_metadata(self.optimizer, axis)
+        return save(
+            directory,
+            tag or f"global_step{self.counters.global_steps}",
+            tensors=tensors,
+            axis=axis,
+            metadata=metadata,
+            client_state=client_state,
+            random_state=RandomState.capture(self.device),
+            aliases=self._aliases(),
+            options=options or SaveOptions(tag_validation=self.config.checkpoint.tag_validation),
+        )
+
+    def load(
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        *,
+        parts: LoadParts | None = None,
+        strict: bool = True,
+    ) -> LoadedCheckpoint:
+        """Load a checkpoint that was saved at any stage and world size. Collective.
+
+        Args:
+            directory: as given to `save`.
+            tag: which checkpoint; None takes the latest.
+            parts: what to load besides the module; all of it by default.
+            strict: raise if anything asked for is missing or has another shape.
+
+        Returns:
+            The report of what was filled, missing and unexpected, with the client state.
+
+        Raises:
+            CheckpointNotFoundError: nothing is there.
+            CheckpointError: it is damaged, or does not fit; ``strict`` decides what does not fit.
+        """
+        parts = parts or LoadParts()
+        self.sharded.zero_grad()
+        tensors = model_tensors(self.sharded)
+        optimizer = self.optimizer if parts.optimizer else None
+        if optimizer is not None:
+            prepare_optimizer(optimizer, open_checkpoint(directory, tag))
+            tensors.update(optimizer_tensors(optimizer, "load"))
+        options = LoadOptions(strict=strict, prefixes=() if optimizer is not None else (MODEL,))
+        loaded = load(directory, tag, tensors=tensors, axis=self.sharded.axis, options=options)
+        self.sharded.refresh_parameters()
+        metadata = loaded.metadata
+        if optimizer is not None:
+            finish_optimizer(optimizer, metadata["optimizer"])
+        if parts.schedule:
+            self.counters = Counters(**metadata["counters"])
+            if self.schedule is not None and metadata["schedule"] is not None:
+                self.schedule.load_state_dict(metadata["schedule"])
+            if self.schedule is not None:
+                self.schedule.apply(self.counters.applied_steps)
+        if parts.data and self.train_loader is not None and metadata["data"] is not None:
+            self.train_loader.load_state_dict(metadata["data"])
+            self._batches = None
+        if parts.random and loaded.random_state is not None:
+            loaded.random_state.restore(self.device)
+        if parts.schedule:
+            self.sinks.rewind(self.counters.global_steps)
+        return loaded
+
+    def export(self, directory: str | Path, *, options: ExportOptions | None = None) -> Exported:
+        """Write the whole weights as safetensors that ``transformers`` loads. Collective; rank 0 writes.
+
+        Weights are written in the dtype that the model computes in unless ``options.dtype`` says otherwise. A module
+        with a ``config`` of its own (as models of transformers have) gets its ``config.json``.
+        """
+        if options is None:
+            options = ExportOptions(dtype=self.sharded.policy.param_dtype, config=_model_config(self.module))
+        tensors = model_tensors(self.sharded)
+        return export_tensors(tensors, directory, axis=self.sharded.axis, aliases=self._aliases(), options=options)
+
+    def _aliases(self) -> dict[str, str]:
+        return {MODEL + other: MODEL + name for name, others in self.sharded.aliases().items() for other in others}
+
+    def close(self) -> None:
+        """Close the files that metrics go to."""
+        self.sinks.close()
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss in what a module returned: itself, its ``loss``, or its first item."""
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, (tuple, list)) and output:
+        loss = output[0]
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"the module returned a {type(output).__name__} in which no loss tensor was found")
+    return loss
+
+
+def _model_config(module: nn.Module) -> dict[str, Any] | None:
+    """The configuration that models of transformers carry."""
+    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+    return to_dict() if callable(to_dict) else None
+
+
+def _map_tensors(value: Any, change: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        mapped = [_map_tensors(item, change) for item in value]
+        if isinstance(value, list):
+            return mapped
+        return type(value)(*mapped) if type(value) is not tuple else tuple(mapped)
+    return value
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    return _map_tensors(value, lambda t: t.to(device, non_blocking=True))
+
+
+def _cast_floats(value: Any) -> Any:
+    return _map_tensors(value, lambda t: t.half() if t.is_floating_point() else t)

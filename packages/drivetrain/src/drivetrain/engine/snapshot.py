@@ -1,0 +1,106 @@
+"""What a checkpoint of an engine consists of, and how it gets back in.
+
+Tensors go as named flat slices: ``model/<parameter or buffer>`` in the highest precision there is (the fp32 master weights, where
+there are any), ``optimizer/<parameter>/<key>``. Everything else is JSON in the metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drivetrain.comm import Axis, all_gather_object
+from drivetrain.engine.checkpoint import CheckpointError, StoredCheckpoint
+from drivetrain.zero import FlatSlice, ShardedModule, ShardedOptimizer
+
+MODEL = "model/"
+OPTIMIZER = "optimizer/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadParts:
+    """Which parts of a checkpoint to load besides the module.
+
+    Attributes:
+        optimizer: the optimizer's state, its settings and the loss scale.
+        schedule: the position of the learning-rate schedule, and the step counters.
+        data: the position in the training data.
+        random: the state of the random number generators.
+    """
+
+    optimizer: bool = True
+    schedule: bool = True
+    data: bool = True
+    random: bool = True
+
+
+MODULE_ONLY = LoadParts(optimizer=False, schedule=False, data=False, random=False)
+
+
+def model_tensors(sharded: ShardedModule) -> dict[str, FlatSlice]:
+    """Parameters and persistent buffers."""
+    slices = {**sharded.model_slices(), **sharded.buffer_slices()}
+    return {MODEL + name: part for name, part in slices.items()}
+
+
+def optimizer_tensors(optimizer: ShardedOptimizer, purpose: Literal["save", "load"]) -> dict[str, FlatSlice]:
+    """The state of the optimizer."""
+    return {OPTIMIZER + name: part for name, part in optimizer.state_slices(purpose).items()}
+
+
+def optimizer_metadata(optimizer: ShardedOptimizer, axis: Axis) -> dict[str, Any]:
+    """What is not tensors: class, kinds of state, settings of the groups, loss scale. Collective."""
+    schema: dict[str, dict[str, str]] = {}
+    for part in all_gather_object(optimizer.state_schema(), axis):
+        schema.update(part)
+    return {
+        "class": type(optimizer.optimizer).__name__,
+        "schema": schema,
+        "groups": _json_groups(optimizer.hyperparameters()),
+        "loss_scale": optimizer.scaler.state_dict(),
+    }
+
+
+def _json_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    plain = (str, int, float, bool, type(None))
+
+    def value_of(value: Any) -> Any:
+        return list(value) if isinstance(value, tuple) else value
+
+    def fits(value: Any) -> bool:
+        return isinstance(value, plain) or (isinstance(value, (list, tuple)) and all(isinstance(v, plain) for v in value))
+
+    return [{key: value_of(value) for key, value in group.items() if fits(value)} for group in groups]
+
+
+def prepare_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> None:
+    """Allocate the state that ``stored`` holds.
+
+    Raises:
+        CheckpointError: it holds none, or that of another optimizer.
+    """
+    metadata: Mapping[str, Any] | None = stored.manifest.metadata.get("optimizer")
+    ours = type(optimizer.optimizer).__name__
+    if metadata is None:
+        raise CheckpointError(
+            f"{stored.path} holds no optimizer state; load it with LoadParts(optimizer=False) or MODULE_ONLY"
+        )
+    if metadata["class"] != ours:
+        raise CheckpointError(
+            f"{stored.path} holds the state of {metadata['class']}, and this engine runs {ours}; use the same "
+            "optimizer, or load with LoadParts(optimizer=False)"
+        )
+    keys: dict[str, set[str]] = {}
+    for name in stored.manifest.tensors:
+        if name.startswith(OPTIMIZER):
+            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+            keys.setdefault(parameter, set()).add(key)
+    optimizer.prepare_state(keys, metadata["schema"])
+
+
+def finish_optimizer(optimizer: ShardedOptimizer, metadata: Mapping[str, Any]) -> None:
+    """Settings and numbers, once the tensors are filled."""
+    optimizer.finish_load()
+    optimizer.load_hyperparameters(metadata["groups"])
+    optimizer.scaler.load_state_dict(metadata["loss_scale"])
