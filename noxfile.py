@@ -168,7 +168,8 @@ def run_pytest(session: nox.Session, suites: Sequence[tuple[str, list[Path]]], a
         accepted = [0, 5] if arguments else [0]
         command = ["python", "-m", "pytest", "-q", f"--junitxml={report}", *map(str, folders), *arguments]
         try:
-            session.run(*command, success_codes=accepted)
+            if session.run(*command, success_codes=accepted) is None:
+                return  # nox --install-only
             complete = True
         except CommandFailed:
             complete = False
