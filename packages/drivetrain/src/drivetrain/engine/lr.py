@@ -31,7 +31,7 @@ import copy
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
@@ -385,13 +385,18 @@ class TorchSchedule(Schedule):
         """Where the scheduler stands: the step whose learning rate it has set."""
         self._start_step = self.step
         self._start = copy.deepcopy((scheduler.state_dict(), self._settings()))
+        self._set = self._settings()
         self._follow()
 
     def apply(self, step: int) -> None:
         if _checked(step) < self.step:
-            self._reset(step)
+            self._check_replay(step)
+            self._reset()
+        else:
+            self._write(self._set)  # a loaded optimizer brings rates of its own, from which torch would go on
         while self.step < step:
             self._advance()
+        self._set = self._settings()
         self._follow()
 
     def state_dict(self) -> dict[str, Any]:
@@ -405,15 +410,18 @@ class TorchSchedule(Schedule):
         groups = self.scheduler.optimizer.param_groups
         _check_state(state, type(self.scheduler).__name__, len(groups))
         if self.metric is None:
+            self._check_replay(state["step"])
+            self._reset()
             self.apply(state["step"])
             return
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state["watched"]})
         for group, rate in zip(groups, state["lrs"], strict=True):
             _set_lr(group, rate)
         self.step = state["step"]
+        self._set = self._settings()
         self._follow()
 
-    def _reset(self, step: int) -> None:
+    def _check_replay(self, step: int) -> None:
         if self.metric is not None:
             raise ValueError(
                 f"the scheduler follows a metric and stands at step {self.step}; it can't go back to step {step}. "
@@ -421,12 +429,17 @@ class TorchSchedule(Schedule):
             )
         if step < self._start_step:
             raise ValueError(f"the scheduler was given at step {self._start_step}, so it has no rate for step {step}")
+
+    def _reset(self) -> None:
         state, settings = copy.deepcopy(self._start)
         self.scheduler.load_state_dict(state)
+        self._write(settings)
+        self.step = self._start_step
+
+    def _write(self, settings: list[dict[str, Any]]) -> None:
         for group, values in zip(self.scheduler.optimizer.param_groups, settings, strict=True):
             group.update({name: value for name, value in values.items() if name != "lr"})
             _set_lr(group, values["lr"])
-        self.step = self._start_step
 
     def _advance(self) -> None:
         # torch warns when a scheduler is stepped before its optimizer, which happens here while steps are replayed.
@@ -511,6 +524,18 @@ def build_schedule(
     except TypeError as error:
         raise ValueError(f"scheduler.params does not fit torch's {section.type}: {error}") from error
     return TorchSchedule(made, optimizer, metric=metric)
+
+
+def preview(section: Scheduler, base_lr: float, steps: Sequence[int]) -> list[float]:
+    """The learning rates that a configuration comes to at some optimizer steps, without an optimizer of one's own."""
+    stand_in = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=base_lr)
+    schedule = build_schedule(section, stand_in)
+    assert schedule is not None
+    rates = []
+    for step in steps:
+        schedule.apply(step)
+        rates += schedule.lrs()
+    return rates
 
 
 def _has_momentum(group: ParamGroup) -> bool:

@@ -10,13 +10,14 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from drivetrain.engine.config import (
     BatchSizes,
@@ -31,7 +32,6 @@ from drivetrain.engine.config import (
 )
 from drivetrain.engine.config.schema.keys import key_of
 from drivetrain.engine.config.schema.tree import effective
-from drivetrain.engine.lr import build_schedule
 
 PREVIEW = (0, 1, 2, 3, 4, 10, 100, 1000, 10_000)
 """Optimizer steps whose learning rates are shown."""
@@ -196,28 +196,25 @@ def _batch_table(batch: BatchSizes, ranks: int) -> Table:
     return table
 
 
-def _schedule_table(config: Config, optimizer_steps: int | None) -> Table:
+def _schedule_table(config: Config, optimizer_steps: int | None) -> Group:
     """The learning rates of some steps: what the optimizer uses at that step, counted from 0."""
     section = config.scheduler
     assert section is not None
     base = config.optimizer.lr if config.optimizer is not None else None
-    table = Table(title=f"Learning rate by {section.type}", title_justify="left")
+    title = f"Learning rate by {section.type}"
     if base is None:
-        table.caption = "The optimizer is not in the file; 1 stands for its learning rate."
+        title += ", as a share of the optimizer's (no rate is in the file)"
+    table = Table()
     arguments = section.arguments()
     last = optimizer_steps or arguments.get("total_num_steps") or PREVIEW[-1]
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=1.0 if base is None else base)
-    schedule = build_schedule(section, optimizer)
-    assert schedule is not None
-    rates = []
-    for step in sorted({*(step for step in PREVIEW if step < last), last - 1}):
-        schedule.apply(step)
-        rates.append((str(step), f"{schedule.lrs()[0]:.4g}"))
+    steps = sorted({*(step for step in PREVIEW if step < last), last - 1})
+    # The schedules need torch, whose import takes longer than all the rest.
+    rates = import_module("drivetrain.engine.lr").preview(section, 1.0 if base is None else base, steps)
     table.add_column("step")
-    for step, _ in rates:
-        table.add_column(step, justify="right")
-    table.add_row("lr", *(rate for _, rate in rates))
-    return table
+    for step in steps:
+        table.add_column(str(step), justify="right")
+    table.add_row("lr", *(f"{rate:.4g}" for rate in rates))
+    return Group(Text(title, style="italic"), table)  # a title of the table's own would wrap at its width
 
 
 def _ranks(count: int) -> str:

@@ -18,25 +18,28 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from drivetrain.engine.config import classes
 from drivetrain.engine.config.normalise import Trail, normalise
 from drivetrain.engine.config.problems import ConfigError, Notice, Problem, kind_of, show
 from drivetrain.engine.config.reader import KeyPath, dotted, read
 from drivetrain.engine.config.rules import RULES, advice
-from drivetrain.engine.config.schema.keys import PLANNED, Section, key_of
+from drivetrain.engine.config.schema.keys import PLANNED, Section, default_of, key_of
 from drivetrain.engine.config.schema.optimizer import NATIVE_OPTIMIZERS
 from drivetrain.engine.config.schema.scheduler import NATIVE_SCHEDULERS
 from drivetrain.engine.config.schema.top import Config
 from drivetrain.engine.config.schema.tree import Finding, choices, ineffective, locate, requests
 from drivetrain.engine.config.suggest import NEAR, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.engine.config.classes import Complaint
 
 _LOG = logging.getLogger("drivetrain.config")
 _SectionT = TypeVar("_SectionT", bound=Section)
@@ -158,7 +161,10 @@ def _explained(detail: ErrorDetails, info: FieldInfo | None) -> tuple[str, str]:
     context = detail.get("ctx", {})
     kind = detail["type"]
     if kind == "expected":
-        return str(context["expected"]), str(context["hint"])
+        hint = str(context["hint"])
+        if detail["input"] is None and info is not None and not info.is_required():
+            hint = f"leave the key out for the default, {show(default_of(info))}"
+        return str(context["expected"]), hint
     if kind == "missing" and isinstance(detail["loc"][-1], int):
         return f"expected a list of {detail['loc'][-1] + 1} values or more", ""
     if kind == "missing":
@@ -225,20 +231,23 @@ def _check_arguments(trail: Trail, data: dict[str, Any]) -> None:
 
 
 def _check_torch(trail: Trail, section: str, kind: str, values: dict[str, Any]) -> None:
-    """Check a type that is not described here against torch. A type with a problem is taken out."""
-    arguments = {
-        name: v for name, v in values.get("params", {}).items() if not trail.spoiled((section, "params", name))
-    }
-    check: Callable[[str, Mapping[str, Any]], list[classes.Complaint]]
+    """Check a type that is not described here against torch."""
+    # torch takes seconds to import, and most configurations name nothing of it.
+    classes = import_module("drivetrain.engine.config.classes")
+    given = values.get("params", {})
+    arguments = {name: value for name, value in given.items() if not trail.spoiled((section, "params", name))}
+    names: list[str]
     if section == "optimizer":
         check, home = classes.check_optimizer, "torch.optim"
-        names = [
-            *(entry.name for entry in NATIVE_OPTIMIZERS.values() if entry.status is not PLANNED),
-            *classes.optimizer_names(),
-        ]
+        unfit = classes.UNFIT_OPTIMIZERS
+        names = [entry.name for entry in NATIVE_OPTIMIZERS.values() if entry.status is not PLANNED]
+        names += classes.optimizer_names()
     else:
         check, home = classes.check_scheduler, "torch.optim.lr_scheduler"
-        names = [*(entry.name for entry in NATIVE_SCHEDULERS.values()), *classes.scheduler_names()]
+        unfit = classes.UNFIT_SCHEDULERS
+        names = [entry.name for entry in NATIVE_SCHEDULERS.values()]
+        names += classes.scheduler_names()
+    complaints: list[Complaint]
     try:
         complaints = check(kind, arguments)
     except KeyError:
@@ -248,7 +257,7 @@ def _check_torch(trail: Trail, section: str, kind: str, values: dict[str, Any]) 
         return
     for complaint in complaints:
         path: KeyPath = (section, "params", complaint.argument) if complaint.argument else (section, "params")
-        if not complaint.argument and kind in (*classes.UNFIT_OPTIMIZERS, *classes.UNFIT_SCHEDULERS):
+        if kind in unfit:
             path = (section, "type")
         if complaint.missing and trail.spoiled(path):
             continue  # "auto" that could not be resolved has been reported
@@ -259,7 +268,7 @@ def _check_torch(trail: Trail, section: str, kind: str, values: dict[str, Any]) 
 
 
 def _lacking(feature: str) -> str:
-    return f"this version of Drivetrain does not have {feature} yet"
+    return f"this version of Drivetrain does not support {feature} yet"
 
 
 def _refuse(trail: Trail, config: Config) -> None:
@@ -279,8 +288,11 @@ def _refuse_one(trail: Trail, finding: Finding) -> None:
     if trail.spoiled(finding.path):
         return
     key = finding.key
+    source = trail.source(finding.path)
     if finding.section is None:
         way = key.instead or "remove the key"
+    elif source in trail.converted:
+        way = f'remove "{trail.written[source][-1]}"' + (f"; meanwhile, {key.instead}" if key.instead else "")
     else:
         way = f'remove "{finding.section[-1]}"'
         if finding.path[-1] in _OFF:

@@ -176,7 +176,7 @@ class _Normaliser:
                 self._report(here, value, "unknown key", for_unknown(written, section, given))
                 continue
             if name in spelled:
-                message = f'"{spelled[name]}" and "{written}" are two names of one key'
+                message = f'"{spelled[name]}" and "{written}" say the same thing'
                 self._report(here, value, message, "keep one of them")
                 continue
             spelled[name] = written

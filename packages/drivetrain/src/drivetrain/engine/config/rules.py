@@ -76,7 +76,7 @@ def _scaling_with_reduce_scatter(config: Config) -> Iterator[Conflict]:
     if config.gradient_predivide_factor != 1.0:
         yield Conflict(
             path="gradient_predivide_factor",
-            message=f"with reduce_scatter at stage {zero.stage} gradients are averaged in one go, no factor before",
+            message=f"with reduce_scatter at stage {zero.stage} gradients are averaged in one go, not divided before",
             hint='leave it 1, set "reduce_scatter" to false, or use "communication_data_type": "fp32" against overflow',
         )
     if config.prescale_gradients:

@@ -31,7 +31,7 @@ def for_unknown(name: str, section: type[Section], given: tuple[str | int, ...])
     here = ".".join(part for part in given if isinstance(part, str))
     homes = sorted(home for home in elsewhere.get(name, ()) if home != here)
     if 0 < len(homes) <= 3:
-        return "it belongs in " + " or ".join(f'"{home}"' if home else "the top level" for home in homes)
+        return "it belongs " + " or ".join(f'in "{home}"' if home else "at the top level" for home in homes)
     near = nearest(name, level, NEAR)
     if near is not None:
         return f'did you mean "{near}"?'

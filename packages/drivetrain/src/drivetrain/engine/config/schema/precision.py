@@ -26,7 +26,7 @@ Power = Annotated[int, Field(ge=0, le=127), BeforeValidator(whole)]
 """An exponent of 2 within the range of float32."""
 
 _AUTO_ENABLED = "false, unless a hint says otherwise"
-_KEEP_MASTERS = "keep it false: masters and gradients stay in fp32, which costs 12 bytes a parameter over all ranks"
+_KEEP_MASTERS = "keep it false: masters and gradients stay in fp32"
 
 
 class Fp16(Section):

@@ -224,7 +224,7 @@ class Config(Section):
             "How recomputation stores what it keeps.",
             PLANNED,
             feature="choosing how recomputation stores activations",
-            instead="remove the section and use torch.utils.checkpoint in the model",
+            instead="use torch.utils.checkpoint in the model",
         ),
     ] = Field(default_factory=ActivationCheckpointing)
     sparse_attention: Annotated[
@@ -340,7 +340,7 @@ class Config(Section):
             "Compiler passes.",
             PLANNED,
             feature="DeepCompile",
-            instead="compile the model with torch.compile before initialize",
+            instead="call torch.compile on the model",
         ),
     ] = Field(default_factory=Compile)
     graph_harvesting: Annotated[Flag, Key("Capture CUDA graphs.", PLANNED, feature="CUDA graphs in the optimizer")] = (
@@ -412,4 +412,7 @@ class Config(Section):
         Args:
             only_given: leave out keys that were not in the source.
         """
-        return self.model_dump(mode="json", by_alias=True, exclude_unset=only_given)
+        values = self.model_dump(mode="json", by_alias=True, exclude_unset=only_given)
+        if self.json_schema_reference is None:
+            values.pop("$schema", None)
+        return values

@@ -149,7 +149,7 @@ class ZeroOptimization(Section):
         ),
     }
     mistaken: ClassVar[Mapping[str, str]] = {
-        "grad_hooks": "upstream documents the key but has no such field; gradients are always hooked, remove it",
+        "grad_hooks": "upstream documents the key, and no version of it reads it; remove it",
         "stage3": 'write the stage as "stage": 3',
     }
 
@@ -158,7 +158,7 @@ class ZeroOptimization(Section):
         Key(
             "0 partitions nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.",
             auto=Auto.NEEDED,
-            auto_text="0, 1, 2 or 3",
+            auto_text="the stage",
             differs='"auto" asks for a value; upstream takes stage 0 without a word.',
         ),
     ] = 0
@@ -175,7 +175,8 @@ class ZeroOptimization(Section):
         Key(
             "Reduce each gradient only to the rank that owns it, not to all ranks.",
             NO_EFFECT,
-            differs="From stage 1 on each gradient goes to its owner, and at stage 0 to all ranks.",
+            differs="From stage 1 on each gradient goes to its owner, and at stage 0 to all ranks. "
+            "False lifts the rule against scaling before the sum.",
         ),
     ] = True
     reduce_bucket_size: Annotated[
@@ -234,7 +235,7 @@ class ZeroOptimization(Section):
             "Keep the optimizer's state off the device.",
             PLANNED,
             feature="optimizer offload",
-            instead="partition the state over more ranks with stage 1, 2 or 3",
+            instead="use more ranks at stage 1 to 3",
         ),
     ] = None
     zenflow: Annotated[ZenFlow | None, Key("Offload without stalls.", PLANNED, feature="ZenFlow")] = None
