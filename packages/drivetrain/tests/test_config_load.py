@@ -8,6 +8,8 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from drivetrain.engine.config import Config, ConfigError, Status, examine, load
@@ -307,7 +309,7 @@ NO_EFFECT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 5}},
-        "zero_optimization: prefetch_bucket_size apply at stage 3, and this is stage 2",
+        "zero_optimization: this is stage 2, and only stage 3 uses prefetch_bucket_size",
     ),
     (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 10}}},
@@ -448,6 +450,40 @@ def test_every_planned_flag_asks_when_it_is_set() -> None:
             assert problem.hint
             asked.append(entry.dotted)
     assert len(asked) >= 35
+
+
+PATHS = [entry.path for entry in walk() if "*" not in entry.path]
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.floats()
+    | st.sampled_from(["auto", "cpu", "AdamW", "SGD", "StepLR", "WarmupLR", "fp16"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([path[-1] for path in PATHS] + ["foo"]), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(st.sampled_from(PATHS), anything), max_size=5))
+def test_whatever_stands_in_a_file_is_answered_in_words(keys: list[tuple[tuple[str, ...], Any]]) -> None:
+    values: dict[str, Any] = {}
+    for path, value in keys:
+        section = values
+        for name in path[:-1]:
+            if not isinstance(section.get(name), dict):
+                section[name] = {}
+            section = section[name]
+        section[path[-1]] = value
+    examination = examine(values)
+    for problem in examination.problems:
+        assert problem.message
+        assert "Input should" not in problem.message
+    if not examination.problems:
+        assert load(examination.config.to_dict()).to_dict() == examination.config.to_dict()
 
 
 def test_the_tree_has_the_whole_configuration() -> None:

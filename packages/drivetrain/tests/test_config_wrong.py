@@ -734,6 +734,24 @@ def test_one_mistake_is_told_once() -> None:
     ]
 
 
+def test_a_null_does_not_hide_what_else_is_wrong() -> None:
+    wrong = {
+        "gradient_clipping": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": None, "betas": [None, 2]}},
+        "zero_optimization": {"stage": None, "zero_quantized_weights": True},
+        "tensorboard": {"enabled": True},
+    }
+    assert [problem.path for problem in examine(wrong).problems] == [
+        "optimizer.params.lr",
+        "optimizer.params.betas[0]",
+        "optimizer.params.betas[1]",
+        "gradient_clipping",
+        "zero_optimization.stage",
+        "zero_optimization.zero_quantized_weights",
+        "tensorboard.enabled",
+    ]
+
+
 def test_a_hint_for_a_key_that_does_not_exist() -> None:
     with pytest.raises(ConfigError) as caught:
         load({}, hints={"optimizer.params.lr": 1e-3, "zero_optimization.stagee": 3, "optimiser.type": "SGD"})

@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
@@ -150,10 +151,11 @@ def _report_detail(
         trail.problem(
             path, message, hint, found="" if missing and here == location else trail.show(path) or show(container)
         )
-    if not holders:
+    if not holders or holders[-1][1] not in holders[-1][0]:
         return False
     holder, name = holders[-1]
-    return holder.pop(name, None) is not None
+    del holder[name]
+    return True
 
 
 def _explained(detail: ErrorDetails, info: FieldInfo | None) -> tuple[str, str]:
@@ -301,7 +303,7 @@ def _refuse_one(trail: Trail, finding: Finding) -> None:
     trail.problem(finding.path, _lacking(key.feature or key.meaning.rstrip(".")), way)
 
 
-_OFF = {"enabled": "false", "device": '"none"', "deepcompile": "false"}
+_OFF: Mapping[str, str] = MappingProxyType({"enabled": "false", "device": '"none"', "deepcompile": "false"})
 """How a planned section is switched off, by the key that switches it."""
 
 

@@ -29,6 +29,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from drivetrain.engine.config.problems import ConfigError, Problem, show
@@ -45,8 +46,8 @@ _NUMBER = re.compile(r"[+-]?(?:Infinity|NaN|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\
 _BARE_KEY = re.compile(r"[A-Za-z_$][\w$\-]*")
 _DOUBLE = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 _SINGLE = re.compile(r"'(?:[^'\\\n]|\\.)*'")
-_WORDS = {"true": True, "false": False, "null": None}
-_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_WORDS: Mapping[str, bool | None] = MappingProxyType({"true": True, "false": False, "null": None})
+_PYTHON_WORDS: Mapping[str, str] = MappingProxyType({"True": "true", "False": "false", "None": "null"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,7 +159,7 @@ def advice(config: Config) -> Iterator[tuple[str, str]]:
     zero = config.zero_optimization
     given = sorted(_STAGE_3_KEYS.intersection(zero.changed()))
     if zero.stage < 3 and given:
-        yield "zero_optimization", f"{', '.join(given)} apply at stage 3, and this is stage {zero.stage}"
+        yield "zero_optimization", f"this is stage {zero.stage}, and only stage 3 uses {', '.join(given)}"
     if config.scheduler is not None and config.scheduler.native is not None:
         yield from _schedule_advice(config.scheduler.arguments())
 

@@ -259,11 +259,13 @@ def lowered(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-_DTYPES = {
-    "fp16": "fp16", "half": "fp16", "float16": "fp16",
-    "bf16": "bf16", "bfloat16": "bf16",
-    "fp32": "fp32", "float": "fp32", "float32": "fp32",
-}  # fmt: skip
+_DTYPES: Mapping[str, str] = types.MappingProxyType(
+    {
+        **dict.fromkeys(("fp16", "half", "float16"), "fp16"),
+        **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+        **dict.fromkeys(("fp32", "float", "float32"), "fp32"),
+    }
+)
 
 
 def _dtype(value: object) -> object:

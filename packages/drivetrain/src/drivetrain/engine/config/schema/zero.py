@@ -59,14 +59,15 @@ AutoOrInt = Annotated[int | Literal["auto"], BeforeValidator(_whole_or_auto)]
 class _Offload(Section):
     shorthand: ClassVar[str] = "device"
 
+    device: Annotated[Device, Key("none keeps it on the device of the rank; cpu or nvme moves it out.")] = "none"
+
     def asking(self) -> tuple[str, ...]:
-        return ("device",) if getattr(self, "device") != "none" else ()  # noqa: B009
+        return ("device",) if self.device != "none" else ()
 
 
 class OffloadParam(_Offload):
     """Where the parameters' shards live at stage 3."""
 
-    device: Annotated[Device, Key("none keeps them on the device; cpu or nvme moves them out.")] = "none"
     nvme_path: Annotated[Text | None, Key("Folder on the NVMe disk.")] = None
     buffer_count: Annotated[Positive, Key("Buffers between host memory and disk.")] = 5
     buffer_size: Annotated[Positive, Key("Elements in a buffer.")] = 100_000_000
@@ -77,7 +78,6 @@ class OffloadParam(_Offload):
 class OffloadOptimizer(_Offload):
     """Where the optimizer's state lives."""
 
-    device: Annotated[Device, Key("none keeps it on the device; cpu or nvme moves it out.")] = "none"
     nvme_path: Annotated[Text | None, Key("Folder on the NVMe disk.")] = None
     buffer_count: Annotated[Positive, Key("Buffers between host memory and disk.")] = 4
     pin_memory: Annotated[Flag, Key("Use page-locked host memory.")] = True
