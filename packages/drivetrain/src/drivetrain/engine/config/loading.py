@@ -121,41 +121,36 @@ def _validated(section: type[_SectionT], data: dict[str, Any], path: KeyPath, tr
         try:
             return section.model_validate(data)
         except ValidationError as error:
-            progress = [
-                _report_detail(detail, data, section, path, trail) for detail in error.errors(include_url=False)
-            ]
-            if not any(progress):
+            details = error.errors(include_url=False)
+            holders = [_report_detail(detail, data, section, path, trail) for detail in details]
+            if not any(holders):
                 return None
+            for holder, name in filter(None, holders):
+                holder.pop(name, None)  # gone already when two errors are inside one value
 
 
 def _report_detail(
     detail: ErrorDetails, data: dict[str, Any], section: type[Section], prefix: KeyPath, trail: Trail
-) -> bool:
-    """Report one error of a model. Returns whether something could be taken out of the data, to try again."""
+) -> tuple[dict[Any, Any], str | int] | None:
+    """Report one error of a model. Returns where the value can be taken out of the data, if it is there."""
     location = detail["loc"]
     container: Any = data
-    holders: list[tuple[dict[Any, Any], str | int]] = []
+    holder: tuple[dict[Any, Any], str | int] | None = None
     depth = 0
     for part in location:
         if isinstance(container, dict) and part in container:
-            holders.append((container, part))
+            holder = (container, part)
         elif not (isinstance(container, list | tuple) and isinstance(part, int) and part < len(container)):
             break
         container = container[part]
         depth += 1
-    missing = detail["type"] == "missing"
-    here = location if missing and not isinstance(location[-1], int) else location[:depth]
+    absent = detail["type"] == "missing" and not isinstance(location[-1], int)
+    here = location if absent else location[:depth]
     path = (*prefix, *here)
     if not trail.spoiled(path):
         message, hint = _explained(detail, locate(here, section))
-        trail.problem(
-            path, message, hint, found="" if missing and here == location else trail.show(path) or show(container)
-        )
-    if not holders or holders[-1][1] not in holders[-1][0]:
-        return False
-    holder, name = holders[-1]
-    del holder[name]
-    return True
+        trail.problem(path, message, hint, found="" if absent else trail.show(path) or show(container))
+    return holder
 
 
 def _explained(detail: ErrorDetails, info: FieldInfo | None) -> tuple[str, str]:
