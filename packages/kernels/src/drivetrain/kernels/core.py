@@ -7,7 +7,9 @@ Idea: the one place that tries to import it. Nothing is compiled, printed or sta
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Final
@@ -35,17 +37,23 @@ class NativeCore:
 
 
 def _load() -> NativeCore:
+    name = f"{__package__}._native"
     try:
-        from . import _native  # noqa: PLC0415  (it may not be there; this is the place that finds out)
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        built = f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}"
+        return NativeCore(module=None, reason=f"the native core is not built for {built}")
     except ImportError as error:
-        return NativeCore(module=None, reason=f"the native core is not built for this Python ({error})")
+        return NativeCore(module=None, reason=f"the native core does not load: {error}")
     wanted = os.environ.get(_VARIABLE, "")
     if wanted:
         try:
-            _native.choose_instruction_set(wanted)
+            module.choose_instruction_set(wanted)
         except ValueError as error:
             raise ValueError(f"{_VARIABLE}: {error}") from None
-    return NativeCore(module=_native, reason="")
+    return NativeCore(module=module, reason="")
 
 
 CORE: Final = _load()
