@@ -1,12 +1,15 @@
 """Hot arithmetic: optimizers and ops, each with a plain-torch reference.
 
-Optimizers (`Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that are also correct on shards of parameters.
-`reference` holds every op in plain torch, `rules` the hyperparameters, and `available()` says which implementation
-serves which op on which device, and why.
+Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
+are also correct on shards of parameters. `reference` holds every op in plain torch, `native` those on host memory in
+C++, `rules` the hyperparameters; `resolve` finds the implementation that serves an op on a device, and `available()`
+says which one it is, and why.
 """
 
 from __future__ import annotations
 
+from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
+from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, resolve
 from .optim import Lamb, Lion
 from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
@@ -14,6 +17,10 @@ from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 __all__ = [
     "AdagradRule",
     "AdamRule",
+    "CpuAdagrad",
+    "CpuAdam",
+    "CpuLamb",
+    "CpuLion",
     "KernelStatus",
     "Lamb",
     "LambRule",
@@ -21,5 +28,9 @@ __all__ = [
     "LionRule",
     "SgdRule",
     "available",
+    "choose_instruction_set",
+    "get_num_threads",
+    "instruction_sets",
     "resolve",
+    "set_num_threads",
 ]

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 import torch
 
-from . import reference
+from . import native, reference
+from .core import CORE
 
 __all__ = ["KernelStatus", "available", "resolve"]
 
@@ -37,13 +38,30 @@ _REFERENCE: Final[Mapping[str, Implementation]] = MappingProxyType(
     }
 )
 
+_NATIVE_CPU: Final[Mapping[str, Implementation]] = MappingProxyType(
+    {
+        "adam_step": native.adam_step,
+        "adam_rollback": native.adam_rollback,
+        "lion_step": native.lion_step,
+        "lamb_moments": native.lamb_moments,
+        "lamb_apply": native.lamb_apply,
+        "adagrad_step": native.adagrad_step,
+        "sgd_step": native.sgd_step,
+        "sum_of_squares": native.sum_of_squares,
+        "unscale": native.unscale,
+        "cast": native.cast,
+    }
+)
+
 _DEVICES: Final = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelStatus:
-    """One line of the report: `implementation` serves `op` on `device`; `reason` says why it isn't a faster one ("" if
-    it is the fastest)."""
+    """One line of the report: `implementation` serves `op` on `device`.
+
+    `reason` says why it isn't a faster one, and is empty where it is the fastest.
+    """
 
     op: str
     device: str
@@ -52,20 +70,28 @@ class KernelStatus:
 
 
 def resolve(op: str, device: torch.device | str) -> Implementation:
-    """The function that serves `op` (a name in `available()`) on tensors of `device`. Same signature as
-    `reference.<op>`."""
+    """The function that serves `op` (a name in `available()`) on tensors of `device`.
+
+    It has the signature of `reference.<op>`.
+    """
     if op not in _REFERENCE:
         raise KeyError(f"no op named {op!r}; known ops: {', '.join(sorted(_REFERENCE))}")
+    if CORE.module is not None and torch.device(device).type == "cpu":
+        return _NATIVE_CPU[op]
     return _REFERENCE[op]
 
 
 def available() -> list[KernelStatus]:
-    """The whole table, for `drivetrain report`: one entry per op and device type, in a stable order. Touches no
-    device."""
-    return [
-        KernelStatus(
-            op=op, device=device, implementation="torch", reason="no native kernel for this op in this version"
-        )
-        for op in _REFERENCE
-        for device in _DEVICES
-    ]
+    """The whole table, for `drivetrain report`: one entry per op and device type, in a stable order.
+
+    Touches no device.
+    """
+    return [_status(op, device) for op in _REFERENCE for device in _DEVICES]
+
+
+def _status(op: str, device: str) -> KernelStatus:
+    if device != "cpu":
+        return KernelStatus(op=op, device=device, implementation="torch", reason="this version has no kernel for it")
+    if CORE.module is None:
+        return KernelStatus(op=op, device=device, implementation="torch", reason=CORE.reason)
+    return KernelStatus(op=op, device=device, implementation=f"native ({CORE.module.instruction_set()})", reason="")

@@ -1,4 +1,5 @@
-"""Optimizers that torch lacks, correct on whole parameters and on the slices of parameters that sharded training hands
+"""Optimizers over the ops of this wheel, correct on whole parameters and on the slices of parameters that sharded
+training hands
 out.
 
 Problem: under ZeRO an optimizer sees 1-D slices, one per parameter and rank, some of them empty. An elementwise
@@ -12,8 +13,9 @@ parameter without a gradient keeps its place in the vector of norms and is other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +24,30 @@ from torch.optim import Optimizer
 from . import dispatch, reference
 from .rules import LambRule, LionRule
 
-__all__ = ["Lamb", "Lion"]
+__all__ = ["Batch", "Copies", "Lamb", "Lion", "PreciseStateOptimizer"]
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+Copies = Mapping[Tensor, Tensor]
+
+Rule = TypeVar("Rule")
+
+
+@dataclass(kw_only=True)
+class Batch(Generic[Rule]):
+    """Parameters that take the same step together: one rule, one step count, one device; states by name, parallel to
+    `params`."""
+
+    rule: Rule
+    step: int
+    device: torch.device
+    places: list[int] = field(default_factory=list)  # each parameter's position among all parameters of the optimizer
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def copies_of(self, copies: Copies | None) -> list[Tensor | None] | None:
+        """The targets in `copies` for this batch's parameters, or None if there are none at all."""
+        return None if not copies else [copies.get(param) for param in self.params]
 
 
 class PreciseStateOptimizer(Optimizer):
@@ -73,18 +96,65 @@ class PreciseStateOptimizer(Optimizer):
         """A zero moment for `param`: same shape, strides and device, in `state_dtype_of(param)`."""
         return torch.zeros_like(param, dtype=self.state_dtype_of(param), memory_format=torch.preserve_format)
 
+    def fresh_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The state that `param` starts with. Subclasses define it."""
+        raise TypeError(f"{type(self).__name__} must define fresh_state")
+
+    def rule_of(self, group: Mapping[str, Any]) -> Any:
+        """The hyperparameters of `group` as a checked record. Subclasses define it."""
+        raise TypeError(f"{type(self).__name__} must define rule_of")
+
+    def batches(self, *, advance: int = 1) -> Iterator[Batch[Any]]:
+        """Parameters with a gradient, together where group, step and device agree.
+
+        Makes missing states and moves step counters by `advance`; `Batch.step` is the count of the step being made (or
+        undone).
+        """
+        place = 0
+        for group in self.param_groups:
+            rule = self.rule_of(group)
+            found: dict[tuple[torch.device, int], Batch[Any]] = {}
+            for param in group["params"]:
+                grad = self.gradient_of(param)
+                if grad is not None:
+                    state = self.state[param]
+                    if not state:
+                        state.update(self.fresh_state(param, group))
+                    step = _move_step(state, advance)
+                    key = (param.device, step)
+                    batch = found.setdefault(key, Batch(rule=rule, step=step, device=param.device))
+                    batch.places.append(place)
+                    batch.params.append(param)
+                    batch.grads.append(grad)
+                    for name, value in state.items():
+                        if name != "step":
+                            batch.states.setdefault(name, []).append(value)
+                place += 1
+            yield from found.values()
+
 
 def _saved_state(state_dict: Mapping[str, Any], key: int) -> Mapping[str, Any]:
     state: Mapping[str, Any] = state_dict["state"].get(key, {})
     return state
 
 
-def next_step(state: dict[str, Any]) -> int:
-    """Advance the step counter of one parameter's state, a 0-D float32 tensor on the CPU as torch keeps it, and return
-    it."""
-    step: Tensor = state["step"]
-    step += 1
-    return int(step.item())
+def _move_step(state: Mapping[str, Any], advance: int) -> int:
+    """Move the step counter, a 0-D float32 tensor on the CPU as torch keeps it, and return the step made or undone (0:
+    none is kept)."""
+    step = state.get("step")
+    if step is None:
+        return 0
+    before = int(step)
+    step += advance
+    return max(before, before + advance)
+
+
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """The closure's loss, computed with gradients on; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 class Lion(PreciseStateOptimizer):
@@ -113,26 +183,29 @@ class Lion(PreciseStateOptimizer):
         LionRule(lr=float(lr), beta1=betas[0], beta2=betas[1], weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, state_dtype=state_dtype)
 
+    def fresh_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {"exp_avg": self.moment_like(param)}
+
+    def rule_of(self, group: Mapping[str, Any]) -> LionRule:
+        beta1, beta2 = group["betas"]
+        return LionRule(lr=float(group["lr"]), beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"])
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over all parameters that have a gradient. Returns the closure's loss, if one is given."""
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            rule = LionRule(lr=float(group["lr"]), beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"])
-            for device, params in by_device(group["params"]).items():
-                stepped: list[tuple[Tensor, Tensor, Tensor]] = []
-                for param in params:
-                    grad = self.gradient_of(param)
-                    if grad is None:
-                        continue
-                    state = self.state[param]
-                    if "exp_avg" not in state:
-                        state["exp_avg"] = self.moment_like(param)
-                    stepped.append((param, grad, state["exp_avg"]))
-                if stepped:
-                    ps, gs, ms = (list(column) for column in zip(*stepped, strict=True))
-                    dispatch.resolve("lion_step", device)(ps, gs, ms, rule=rule)
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0, copies: Copies | None = None
+    ) -> Any:
+        """One step over all parameters that have a gradient. Returns the closure's loss, if one is given.
+
+        `factor` multiplies gradients on the fly; `copies[param]` receives the new value in its own dtype, in the same
+        pass.
+        """
+        loss = evaluate(closure)
+        for batch in self.batches():
+            lion_step = dispatch.resolve("lion_step", batch.device)
+            momenta = batch.states["exp_avg"]
+            lion_step(
+                batch.params, batch.grads, momenta, rule=batch.rule, factor=factor, copies=batch.copies_of(copies)
+            )
         return loss
 
 
@@ -185,12 +258,18 @@ class Lamb(PreciseStateOptimizer):
             "min_coeff": min_coeff,
             "eps_inside_sqrt": eps_inside_sqrt,
         }
-        self._rule(defaults)
+        self.rule_of(defaults)
         self.reduce_norms = reduce_norms
         super().__init__(params, defaults, state_dtype=state_dtype)
 
-    @staticmethod
-    def _rule(group: Mapping[str, Any]) -> LambRule:
+    def fresh_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        return {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": self.moment_like(param),
+            "exp_avg_sq": self.moment_like(param),
+        }
+
+    def rule_of(self, group: Mapping[str, Any]) -> LambRule:
         beta1, beta2 = group["betas"]
         return LambRule(
             lr=float(group["lr"]),
@@ -205,87 +284,40 @@ class Lamb(PreciseStateOptimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over all parameters that have a gradient. Collective over the ranks of `reduce_norms`. Returns the
-        closure's loss, if one is given."""
-        loss = _evaluate(closure)
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0, copies: Copies | None = None
+    ) -> Any:
+        """One step over all parameters that have a gradient. Collective over the ranks of `reduce_norms`.
+
+        `factor` multiplies gradients on the fly; `copies[param]` receives the new value in its own dtype, in the same
+        pass. Returns the closure's loss, if one is given.
+        """
+        loss = evaluate(closure)
         params = [param for group in self.param_groups for param in group["params"]]
         if not params:
             return loss
         norms = torch.zeros(len(params), 2, dtype=torch.float32, device=params[0].device)
-        batches = [batch for batch in self._batches() if batch.params]
+        batches = list(self.batches())
         for batch in batches:
-            local = batch.moments()
-            norms[batch.places] = local.to(norms.device)
+            norms[batch.places] = _moments(batch, factor).to(norms.device)
         if self.reduce_norms is not None:
             self.reduce_norms(norms.view(-1))
         for batch in batches:
-            batch.apply(reference.lamb_ratios(norms[batch.places], batch.rule).to(batch.device))
+            ratios = reference.lamb_ratios(norms[batch.places], batch.rule).to(batch.device)
+            _apply(batch, ratios, copies)
         return loss
 
-    def _batches(self) -> Iterable[_LambBatch]:
-        """Parameters with a gradient, together where rule, step and device agree. Advances their step counters."""
-        place = 0
-        for group in self.param_groups:
-            rule = self._rule(group)
-            batches: dict[tuple[torch.device, int], _LambBatch] = {}
-            for param in group["params"]:
-                grad = self.gradient_of(param)
-                if grad is not None:
-                    state = self.state[param]
-                    if "step" not in state:
-                        state["step"] = torch.zeros((), dtype=torch.float32)
-                        state["exp_avg"] = self.moment_like(param)
-                        state["exp_avg_sq"] = self.moment_like(param)
-                    step = next_step(state)
-                    batch = batches.setdefault((param.device, step), _LambBatch(rule, step, param.device))
-                    batch.add(place, param, grad, state["exp_avg"], state["exp_avg_sq"])
-                place += 1
-            yield from batches.values()
+
+def _moments(batch: Batch[LambRule], factor: float) -> Tensor:
+    first, second = batch.states["exp_avg"], batch.states["exp_avg_sq"]
+    lamb_moments = dispatch.resolve("lamb_moments", batch.device)
+    norms: Tensor = lamb_moments(
+        batch.params, batch.grads, first, second, rule=batch.rule, step=batch.step, factor=factor
+    )
+    return norms
 
 
-class _LambBatch:
-    """Parameters that take the same LAMB step together, with their places in the vector of norms."""
-
-    def __init__(self, rule: LambRule, step: int, device: torch.device) -> None:
-        self.rule = rule
-        self.step = step
-        self.device = device
-        self.places: list[int] = []
-        self.params: list[Tensor] = []
-        self.grads: list[Tensor] = []
-        self.exp_avgs: list[Tensor] = []
-        self.exp_avg_sqs: list[Tensor] = []
-
-    def add(self, place: int, param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        self.places.append(place)
-        self.params.append(param)
-        self.grads.append(grad)
-        self.exp_avgs.append(exp_avg)
-        self.exp_avg_sqs.append(exp_avg_sq)
-
-    def moments(self) -> Tensor:
-        moments = dispatch.resolve("lamb_moments", self.device)
-        norms: Tensor = moments(
-            self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, rule=self.rule, step=self.step
-        )
-        return norms
-
-    def apply(self, ratios: Tensor) -> None:
-        apply = dispatch.resolve("lamb_apply", self.device)
-        apply(self.params, self.exp_avgs, self.exp_avg_sqs, ratios, rule=self.rule, step=self.step)
-
-
-def by_device(params: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
-    """`params` grouped by device, in their order."""
-    grouped: dict[torch.device, list[Tensor]] = {}
-    for param in params:
-        grouped.setdefault(param.device, []).append(param)
-    return grouped
-
-
-def _evaluate(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
+def _apply(batch: Batch[LambRule], ratios: Tensor, copies: Copies | None) -> None:
+    first, second = batch.states["exp_avg"], batch.states["exp_avg_sq"]
+    lamb_apply = dispatch.resolve("lamb_apply", batch.device)
+    lamb_apply(batch.params, first, second, ratios, rule=batch.rule, step=batch.step, copies=batch.copies_of(copies))

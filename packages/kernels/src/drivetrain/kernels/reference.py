@@ -125,7 +125,7 @@ def adam_rollback(
     if not rule.decoupled and rule.weight_decay != 0.0:
         raise ValueError(
             "adam_rollback: a step with weight decay added to the gradient (decoupled=False) cannot be solved "
-            f"backwards; found weight_decay={rule.weight_decay!r}. Use decoupled weight decay, or keep a copy of the parameters"
+            f"backwards; found weight_decay={rule.weight_decay!r}. Use decoupled weight decay, or keep a copy"
         )
     correction1, correction2 = rule.corrections(step)
     root2 = math.sqrt(correction2)

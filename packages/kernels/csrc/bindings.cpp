@@ -1,0 +1,159 @@
+// The Python module `_native`: the only file that knows Python. Tensors arrive as addresses, element types and lengths; native.py has
+// checked them. The GIL is released while the core works.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/cpu.h"
+#include "core/elementwise.h"
+#include "core/pool.h"
+#include "core/steps.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using drivetrain::Dtype;
+using drivetrain::Operand;
+using drivetrain::Operands;
+
+Operand make_operand(std::vector<std::uintptr_t> addresses, const std::vector<int>& dtypes, std::size_t tensors) {
+    if (addresses.size() != tensors || dtypes.size() != tensors) {
+        throw py::value_error("addresses, element types and lengths must be parallel lists");
+    }
+    Operand operand{std::move(addresses), {}};
+    operand.dtypes.reserve(tensors);
+    for (const int dtype : dtypes) {
+        if (dtype < 0 || dtype > 2) throw py::value_error("unknown element type " + std::to_string(dtype));
+        operand.dtypes.push_back(static_cast<Dtype>(dtype));
+    }
+    return operand;
+}
+
+using Stream = std::pair<std::vector<std::uintptr_t>, std::vector<int>>;
+
+Operands make_operands(std::vector<std::int64_t> counts, std::vector<Stream> streams, Stream copy) {
+    Operands operands;
+    const std::size_t tensors = counts.size();
+    operands.counts = std::move(counts);
+    for (Stream& stream : streams) operands.streams.push_back(make_operand(std::move(stream.first), stream.second, tensors));
+    if (!copy.first.empty()) operands.copy = make_operand(std::move(copy.first), copy.second, tensors);
+    return operands;
+}
+
+void require_streams(const Operands& operands, std::size_t least, std::size_t most) {
+    const std::size_t found = operands.streams.size();
+    if (found < least || found > most) throw py::value_error("wrong number of streams: " + std::to_string(found));
+}
+
+std::vector<std::string> usable_names() {
+    std::vector<std::string> names;
+    for (const drivetrain::KernelTable* table : drivetrain::usable_kernels()) names.emplace_back(table->name);
+    return names;
+}
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void bind_operands(py::module_& module) {
+    py::class_<Operands>(module, "Operands")
+        .def(py::init(&make_operands), py::kw_only(), py::arg("counts"), py::arg("streams"), py::arg("copy"));
+}
+
+void bind_steps(py::module_& module) {
+    using drivetrain::AdagradStep, drivetrain::AdamStep, drivetrain::LambStep, drivetrain::LionStep, drivetrain::SgdStep;
+    py::class_<AdamStep>(module, "AdamStep")
+        .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, double correction1, double correction2,
+                         bool decoupled, double factor) {
+                 return AdamStep{lr, beta1, beta2, eps, weight_decay, correction1, correction2, decoupled, factor};
+             }),
+             py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+             py::arg("correction1"), py::arg("correction2"), py::arg("decoupled"), py::arg("factor"));
+    py::class_<LionStep>(module, "LionStep")
+        .def(py::init([](double lr, double beta1, double beta2, double weight_decay, double factor) {
+                 return LionStep{lr, beta1, beta2, weight_decay, factor};
+             }),
+             py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("weight_decay"), py::arg("factor"));
+    py::class_<LambStep>(module, "LambStep")
+        .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay, double correction1, double correction2,
+                         bool eps_inside_sqrt, double factor) {
+                 return LambStep{lr, beta1, beta2, eps, weight_decay, correction1, correction2, eps_inside_sqrt, factor};
+             }),
+             py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+             py::arg("correction1"), py::arg("correction2"), py::arg("eps_inside_sqrt"), py::arg("factor"));
+    py::class_<AdagradStep>(module, "AdagradStep")
+        .def(py::init([](double lr, double eps, double weight_decay, double factor) {
+                 return AdagradStep{lr, eps, weight_decay, factor};
+             }),
+             py::kw_only(), py::arg("lr"), py::arg("eps"), py::arg("weight_decay"), py::arg("factor"));
+    py::class_<SgdStep>(module, "SgdStep")
+        .def(py::init([](double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool first, double factor) {
+                 return SgdStep{lr, momentum, dampening, weight_decay, nesterov, first, factor};
+             }),
+             py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"), py::arg("nesterov"),
+             py::arg("first"), py::arg("factor"));
+}
+
+// Binds fn(step, operands, threads) under its name, with the number of streams that it takes.
+template <typename Step>
+void bind_step(py::module_& module, const char* name, void (*run)(const Step&, const Operands&, int), std::size_t least, std::size_t most) {
+    module.def(
+        name,
+        [run, least, most](const Step& step, const Operands& operands, int threads) {
+            require_streams(operands, least, most);
+            const py::gil_scoped_release released;
+            run(step, operands, threads);
+        },
+        py::arg("step"), py::arg("operands"), py::arg("threads"));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+    module.doc() = "Native core of drivetrain.kernels; use it through drivetrain.kernels.";
+    bind_operands(module);
+    bind_steps(module);
+
+    module.def("usable_instruction_sets", &usable_names);
+    module.def("instruction_set", [] { return std::string(drivetrain::kernels().name); });
+    module.def("choose_instruction_set", &drivetrain::choose_kernels, py::arg("name"));
+
+    module.def("thread_setting", &drivetrain::Pool::setting);
+    module.def("set_threads", &drivetrain::Pool::set, py::arg("threads"));
+
+    bind_step(module, "adam_step", &drivetrain::adam_step, 4, 5);
+    bind_step(module, "adam_rollback", &drivetrain::adam_rollback, 4, 4);
+    bind_step(module, "lion_step", &drivetrain::lion_step, 3, 3);
+    bind_step(module, "adagrad_step", &drivetrain::adagrad_step, 3, 3);
+    bind_step(module, "sgd_step", &drivetrain::sgd_step, 2, 3);
+    module.def(
+        "lamb_moments",
+        [](const drivetrain::LambStep& step, const Operands& operands, int threads) {
+            require_streams(operands, 4, 4);
+            const py::gil_scoped_release released;
+            return drivetrain::lamb_moments(step, operands, threads);
+        },
+        py::arg("step"), py::arg("operands"), py::arg("threads"));
+    module.def(
+        "lamb_apply",
+        [](const drivetrain::LambStep& step, const std::vector<double>& ratios, const Operands& operands, int threads) {
+            require_streams(operands, 3, 3);
+            if (ratios.size() != operands.counts.size()) throw py::value_error("one ratio per tensor is needed");
+            const py::gil_scoped_release released;
+            drivetrain::lamb_apply(step, ratios, operands, threads);
+        },
+        py::arg("step"), py::arg("ratios"), py::arg("operands"), py::arg("threads"));
+    module.def("sum_of_squares", &drivetrain::sum_of_squares, py::arg("factor"), py::arg("operands"), py::arg("threads"), NoGil());
+    module.def("unscale", &drivetrain::unscale, py::arg("factor"), py::arg("operands"), py::arg("threads"), NoGil());
+    module.def(
+        "cast",
+        [](const Operands& operands, int threads) {
+            require_streams(operands, 2, 2);
+            const py::gil_scoped_release released;
+            drivetrain::cast(operands.counts, operands.streams[0], operands.streams[1], threads);
+        },
+        py::arg("operands"), py::arg("threads"));
+}

@@ -1,0 +1,362 @@
+"""The ops on host memory through the native core: checks, then addresses, lengths and element types.
+
+Problem: C++ that takes raw addresses trusts its caller with the process's memory.
+Idea: every tensor passes `_plan`, which checks device, length and layout before an address is taken. Tensors that the
+core has no loops for (float64, or not contiguous) take the plain-torch path, one by one, within the same call.
+Invariants: signatures and results are those of `reference`, up to the rounding of the last bits: the core uses fused
+multiply-add. Results do not depend on how tensors are cut into slices, on alignment, on the number of threads or on the
+instruction set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .core import CORE, get_num_threads
+from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
+
+__all__ = [
+    "adagrad_step",
+    "adam_rollback",
+    "adam_step",
+    "cast",
+    "lamb_apply",
+    "lamb_moments",
+    "lion_step",
+    "sgd_step",
+    "sum_of_squares",
+    "unscale",
+]
+
+Copies = Sequence[Tensor | None] | None
+
+_CODES: Final[Mapping[torch.dtype, int]] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
+
+
+def _core() -> Any:
+    if CORE.module is None:
+        raise RuntimeError(CORE.reason)
+    return CORE.module
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """`operands` for the tensors at places `native`; the places in `rest` are for plain torch."""
+
+    operands: Any
+    native: list[int]
+    rest: list[int]
+
+
+def _serves(tensor: Tensor) -> bool:
+    return tensor.dtype in _CODES and tensor.is_contiguous()
+
+
+def _check(op: str, role: str, index: int, tensor: Tensor, count: int) -> None:
+    if not tensor.is_cpu:
+        raise ValueError(
+            f"{op}: {role} {index} lies on {tensor.device}; this op works in host memory, move it to the CPU"
+        )
+    if tensor.numel() != count:
+        raise ValueError(f"{op}: {role} {index} has {tensor.numel()} elements, but its first operand has {count}")
+
+
+def _plan(op: str, streams: Mapping[str, Sequence[Tensor]], copies: Copies = None) -> _Plan:
+    """Check everything, then take addresses. The first stream is the one that autograd may have saved."""
+    names, columns = list(streams), list(streams.values())
+    tensors = len(columns[0])
+    for name, column in streams.items():
+        if len(column) != tensors:
+            raise ValueError(
+                f"{op}: {len(column)} tensors for {name}, but {tensors} for {names[0]}; the lists must be parallel"
+            )
+    if copies is not None and len(copies) != tensors:
+        raise ValueError(f"{op}: {len(copies)} copies for {tensors} tensors; the lists must be parallel")
+    native: list[int] = []
+    rest: list[int] = []
+    for index in range(tensors):
+        count = columns[0][index].numel()
+        served = True
+        for name, column in zip(names, columns, strict=True):
+            _check(op, name, index, column[index], count)
+            served = served and _serves(column[index])
+        copy = None if copies is None else copies[index]
+        if copy is not None:
+            _check(op, "copy", index, copy, count)
+            served = served and _serves(copy)
+        (native if served else rest).append(index)
+    chosen = [[column[index] for index in native] for column in columns] if rest else columns
+    addresses = [([t.data_ptr() for t in column], [_CODES[t.dtype] for t in column]) for column in chosen]
+    copy_column: tuple[list[int], list[int]] = ([], [])
+    if copies is not None:
+        picked = [copies[index] for index in native]
+        copy_column = (
+            [0 if t is None else t.data_ptr() for t in picked],
+            [0 if t is None else _CODES[t.dtype] for t in picked],
+        )
+    # The core writes behind autograd's back: tell it, so that a stale saved parameter is noticed in a later backward.
+    torch.autograd.graph.increment_version([t for t in chosen[0] if t.requires_grad])
+    counts = [t.numel() for t in chosen[0]]
+    return _Plan(
+        operands=_core().Operands(counts=counts, streams=addresses, copy=copy_column), native=native, rest=rest
+    )
+
+
+def _pick(column: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [column[index] for index in places]
+
+
+def _pick_copies(copies: Copies, places: Sequence[int]) -> Copies:
+    return None if copies is None else _pick(copies, places)
+
+
+def _adam(rule: AdamRule, step: int, factor: float) -> Any:
+    correction1, correction2 = rule.corrections(step)
+    return _core().AdamStep(
+        lr=rule.lr,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        eps=rule.eps,
+        weight_decay=rule.weight_decay,
+        correction1=correction1,
+        correction2=correction2,
+        decoupled=rule.decoupled,
+        factor=factor,
+    )
+
+
+def adam_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    rule: AdamRule,
+    step: int,
+    max_exp_avg_sqs: Sequence[Tensor] | None = None,
+    factor: float = 1.0,
+    copies: Copies = None,
+) -> None:
+    """`reference.adam_step`, in one pass over memory."""
+    streams = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    if max_exp_avg_sqs is not None:
+        streams["max_exp_avg_sqs"] = max_exp_avg_sqs
+    plan = _plan("adam_step", streams, copies)
+    _core().adam_step(_adam(rule, step, factor), plan.operands, get_num_threads())
+    if plan.rest:
+        reference.adam_step(
+            *(_pick(column, plan.rest) for column in (params, grads, exp_avgs, exp_avg_sqs)),
+            rule=rule,
+            step=step,
+            max_exp_avg_sqs=None if max_exp_avg_sqs is None else _pick(max_exp_avg_sqs, plan.rest),
+            factor=factor,
+            copies=_pick_copies(copies, plan.rest),
+        )
+
+
+def adam_rollback(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    rule: AdamRule,
+    step: int,
+    factor: float = 1.0,
+    copies: Copies = None,
+) -> None:
+    """`reference.adam_rollback`, in one pass over memory."""
+    if not rule.decoupled and rule.weight_decay != 0.0:
+        reference.adam_rollback(params, grads, exp_avgs, exp_avg_sqs, rule=rule, step=step)  # refuses in words
+    streams = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    plan = _plan("adam_rollback", streams, copies)
+    _core().adam_rollback(_adam(rule, step, factor), plan.operands, get_num_threads())
+    if plan.rest:
+        reference.adam_rollback(
+            *(_pick(column, plan.rest) for column in streams.values()),
+            rule=rule,
+            step=step,
+            factor=factor,
+            copies=_pick_copies(copies, plan.rest),
+        )
+
+
+def lion_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    *,
+    rule: LionRule,
+    factor: float = 1.0,
+    copies: Copies = None,
+) -> None:
+    """`reference.lion_step`, in one pass over memory."""
+    streams = {"params": params, "grads": grads, "exp_avgs": exp_avgs}
+    plan = _plan("lion_step", streams, copies)
+    call = _core().LionStep(
+        lr=rule.lr, beta1=rule.beta1, beta2=rule.beta2, weight_decay=rule.weight_decay, factor=factor
+    )
+    _core().lion_step(call, plan.operands, get_num_threads())
+    if plan.rest:
+        picked = (_pick(column, plan.rest) for column in streams.values())
+        reference.lion_step(*picked, rule=rule, factor=factor, copies=_pick_copies(copies, plan.rest))
+
+
+def _lamb(rule: LambRule, step: int, factor: float) -> Any:
+    correction1, correction2 = rule.corrections(step)
+    return _core().LambStep(
+        lr=rule.lr,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        eps=rule.eps,
+        weight_decay=rule.weight_decay,
+        correction1=correction1,
+        correction2=correction2,
+        eps_inside_sqrt=rule.eps_inside_sqrt,
+        factor=factor,
+    )
+
+
+def lamb_moments(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    rule: LambRule,
+    step: int,
+    factor: float = 1.0,
+) -> Tensor:
+    """`reference.lamb_moments`, in one pass over memory. Norms are summed in float64 and returned in float32."""
+    streams = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    plan = _plan("lamb_moments", streams)
+    norms = torch.zeros(len(params), 2, dtype=torch.float32)
+    sums = _core().lamb_moments(_lamb(rule, step, factor), plan.operands, get_num_threads())
+    norms[plan.native] = torch.tensor(sums, dtype=torch.float64).view(-1, 2).float()
+    if plan.rest:
+        picked = (_pick(column, plan.rest) for column in streams.values())
+        norms[plan.rest] = reference.lamb_moments(*picked, rule=rule, step=step, factor=factor)
+    return norms
+
+
+def lamb_apply(
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    ratios: Tensor,
+    *,
+    rule: LambRule,
+    step: int,
+    copies: Copies = None,
+) -> None:
+    """`reference.lamb_apply`, in one pass over memory."""
+    if ratios.shape != (len(params),):
+        raise ValueError(
+            f"lamb_apply: expected one ratio for each of {len(params)} tensors, found {tuple(ratios.shape)}"
+        )
+    streams = {"params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    plan = _plan("lamb_apply", streams, copies)
+    values = _pick(ratios.tolist(), plan.native)
+    _core().lamb_apply(_lamb(rule, step, 1.0), values, plan.operands, get_num_threads())
+    if plan.rest:
+        reference.lamb_apply(
+            _pick(params, plan.rest),
+            _pick(exp_avgs, plan.rest),
+            _pick(exp_avg_sqs, plan.rest),
+            ratios[plan.rest],
+            rule=rule,
+            step=step,
+            copies=_pick_copies(copies, plan.rest),
+        )
+
+
+def adagrad_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    *,
+    rule: AdagradRule,
+    step: int,
+    factor: float = 1.0,
+    copies: Copies = None,
+) -> None:
+    """`reference.adagrad_step`, in one pass over memory."""
+    streams = {"params": params, "grads": grads, "sums": sums}
+    plan = _plan("adagrad_step", streams, copies)
+    call = _core().AdagradStep(lr=rule.decayed_lr(step), eps=rule.eps, weight_decay=rule.weight_decay, factor=factor)
+    _core().adagrad_step(call, plan.operands, get_num_threads())
+    if plan.rest:
+        picked = (_pick(column, plan.rest) for column in streams.values())
+        reference.adagrad_step(*picked, rule=rule, step=step, factor=factor, copies=_pick_copies(copies, plan.rest))
+
+
+def sgd_step(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor] | None,
+    *,
+    rule: SgdRule,
+    first: bool = False,
+    factor: float = 1.0,
+    copies: Copies = None,
+) -> None:
+    """`reference.sgd_step`, in one pass over memory."""
+    if (momenta is not None) != (rule.momentum != 0.0):
+        reference.sgd_step(params, grads, momenta, rule=rule)  # refuses in words
+    streams = {"params": params, "grads": grads}
+    if momenta is not None:
+        streams["momenta"] = momenta
+    plan = _plan("sgd_step", streams, copies)
+    call = _core().SgdStep(
+        lr=rule.lr,
+        momentum=rule.momentum,
+        dampening=rule.dampening,
+        weight_decay=rule.weight_decay,
+        nesterov=rule.nesterov,
+        first=first,
+        factor=factor,
+    )
+    _core().sgd_step(call, plan.operands, get_num_threads())
+    if plan.rest:
+        reference.sgd_step(
+            _pick(params, plan.rest),
+            _pick(grads, plan.rest),
+            None if momenta is None else _pick(momenta, plan.rest),
+            rule=rule,
+            first=first,
+            factor=factor,
+            copies=_pick_copies(copies, plan.rest),
+        )
+
+
+def sum_of_squares(tensors: Sequence[Tensor], *, factor: float = 1.0) -> Tensor:
+    """`reference.sum_of_squares`, in one pass over memory."""
+    plan = _plan("sum_of_squares", {"tensors": tensors})
+    total = torch.tensor(_core().sum_of_squares(factor, plan.operands, get_num_threads()), dtype=torch.float64)
+    if plan.rest:
+        total += reference.sum_of_squares(_pick(tensors, plan.rest), factor=factor)
+    return total
+
+
+def unscale(tensors: Sequence[Tensor], factor: float) -> Tensor:
+    """`reference.unscale`, in one pass over memory."""
+    plan = _plan("unscale", {"tensors": tensors})
+    total = torch.tensor(_core().unscale(factor, plan.operands, get_num_threads()), dtype=torch.float64)
+    if plan.rest:
+        total += reference.unscale(_pick(tensors, plan.rest), factor)
+    return total
+
+
+def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """`reference.cast`, on all threads."""
+    plan = _plan("cast", {"sources": sources, "targets": targets})
+    _core().cast(plan.operands, get_num_threads())
+    if plan.rest:
+        reference.cast(_pick(sources, plan.rest), _pick(targets, plan.rest))
