@@ -150,15 +150,16 @@ def test_latest_names_the_newest_unless_told_not_to(saved: Path) -> None:
 
 
 def test_checkpoints_are_listed_in_order_with_their_faults(saved: Path) -> None:
-    for tag in ("step10", "step9"):
+    for tag in ("step10", "step9", "x²"):
         save(saved, tag, tensors=slices(example()))
     (saved / "notes").mkdir()
     (saved / "step10" / "rank-00000.safetensors").unlink()
     listed = list_checkpoints(saved)
     assert [(entry.tag, entry.latest, entry.tensors, entry.world_size) for entry in listed] == [
         ("step1", False, 7, 1),
-        ("step9", True, 7, 1),
+        ("step9", False, 7, 1),
         ("step10", False, 7, 1),
+        ("x²", True, 7, 1),
     ]
     assert [entry.fault for entry in listed[:2]] == [None, None]
     assert "file rank-00000.safetensors is missing" in str(listed[2].fault)
@@ -213,7 +214,7 @@ def test_a_folder_without_a_manifest_is_not_a_checkpoint(saved: Path) -> None:
     assert (saved / "step2" / "mp_rank_00_model_states.pt").exists()
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "a\\b", ".hidden", "latest", "x\n", "y" * 201])
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "a\\b", ".hidden", "latest", "x\n", "y" * 201, "ü" * 101])
 def test_tags_that_are_no_folder_names_are_refused(tmp_path: Path, tag: str) -> None:
     with pytest.raises(CheckpointError, match="can't be the tag of a checkpoint"):
         save(tmp_path, tag, tensors={})

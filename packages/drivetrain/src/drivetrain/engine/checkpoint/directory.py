@@ -54,12 +54,12 @@ def check_tag(tag: str) -> None:
         not tag
         or tag in {".", "..", LATEST}
         or tag.startswith(".")
-        or len(tag) > 200
+        or len(tag.encode()) > 200
         or not re.fullmatch(r"[^/\\\0-\x1f]+", tag)
     ):
         raise CheckpointError(
             f"{tag!r} can't be the tag of a checkpoint: a tag is the name of a folder, without '/' or '\\', not"
-            f" starting with '.', at most 200 characters long and not {LATEST!r}"
+            f" starting with '.', at most 200 bytes long and not {LATEST!r}"
         )
 
 
@@ -72,7 +72,7 @@ def existing_tags(directory: Path) -> list[str]:
     tags = {path.name for path in directory.iterdir() if not path.name.startswith(".") and (path / MANIFEST).is_file()}
     tags |= {tag for tag, kind, path in _hidden(directory) if kind == "replaced" and (path / MANIFEST).is_file()}
     return sorted(
-        tags, key=lambda tag: [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", tag)]
+        tags, key=lambda tag: [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", tag)]
     )
 
 

@@ -114,9 +114,7 @@ class FlatSavePlanner(SavePlanner):
 
 
 class FlatLoadPlanner(LoadPlanner):
-    """One rank's side of a load. `stored_names` tells under which name of the checkpoint each requested tensor is
-    stored.
-    """
+    """One rank's side of a load. `stored_names`: requested name -> name in the checkpoint (they differ for aliases)."""
 
     def __init__(self, stored_names: Mapping[str, str]) -> None:
         self._stored_names = stored_names
