@@ -1,6 +1,7 @@
-"""The Drivetrain engine: configure, launch, train, checkpoint, observe. Start reading in `assemble.py`.
+"""The Drivetrain engine: configure, launch, train, checkpoint, observe. Start reading in `assemble.py` and `engine.py`.
 
-Names are imported when they are first used: ``drivetrain --help`` and the launcher need none of them, and torch takes seconds.
+Names are imported when they are first used: ``drivetrain --help`` and the launcher need none of them, and torch takes
+seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drivetrain.engine.assemble import initialize
     from drivetrain.engine.checkpoint import (
         CheckpointError,
         CheckpointNotFoundError,
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
         SaveOptions,
     )
     from drivetrain.engine.config import Config, ConfigError
-    from drivetrain.engine.engine import Engine, StepRecord
+    from drivetrain.engine.engine import Engine, initialize
+    from drivetrain.engine.record import StepRecord
     from drivetrain.engine.snapshot import MODULE_ONLY, LoadParts
 
 _HOMES = {
@@ -32,8 +33,8 @@ _HOMES = {
     "LoadReport": "checkpoint",
     "MODULE_ONLY": "snapshot",
     "SaveOptions": "checkpoint",
-    "StepRecord": "engine",
-    "initialize": "assemble",
+    "StepRecord": "record",
+    "initialize": "engine",
 }
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""`initialize`: the one place where the order of things is visible.
+"""`assemble`: the one place where the order of things is visible.
 
-    configuration -> mesh -> sharded module -> optimizer on shards -> schedule -> data -> sinks -> engine
+configuration -> mesh -> sharded module -> optimizer on shards -> schedule -> data -> observer
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,51 +19,53 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from drivetrain.comm import Mesh, init
-from drivetrain.engine.config import Config, load
+from drivetrain.engine.config import BatchSizes, Config, load
 from drivetrain.engine.data import Collate, LoaderConfig, TrainLoader
-from drivetrain.engine.engine import Engine, Parts
 from drivetrain.engine.lr import Schedule, build_schedule
 from drivetrain.engine.monitor import EventCsvSink, PhaseTimers, SinkGroup
-from drivetrain.engine.optimizers import build_optimizer
+from drivetrain.engine.observe import Observer
+from drivetrain.engine.optimizers import Parameters, build_optimizer
 from drivetrain.zero import LossScalePolicy, LossScaler, Policy, ShardedModule, ShardedOptimizer, shard
 
 log = logging.getLogger("drivetrain.engine")
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-def initialize(
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the caller brings along instead of, or besides, what the configuration asks for. See `initialize`."""
+
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None
+    lr_scheduler: LRScheduler | MakeScheduler | None = None
+    parameters: Parameters | None = None
+    training_data: Dataset[Any] | None = None
+    collate_fn: Collate | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an engine consists of."""
+
+    config: Config
+    mesh: Mesh
+    batch: BatchSizes
+    sharded: ShardedModule
+    optimizer: ShardedOptimizer | None
+    schedule: Schedule | None
+    loader: TrainLoader | None
+    observer: Observer
+
+
+def assemble(
     model: nn.Module,
     config: Config | Mapping[str, Any] | str | os.PathLike[str],
-    *,
-    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
-    lr_scheduler: LRScheduler | MakeScheduler | None = None,
-    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-    training_data: Dataset[Any] | None = None,
-    collate_fn: Collate | None = None,
-    mesh: Mesh | None = None,
-) -> Engine:
-    """Make an engine that trains ``model`` as ``config`` says. Collective: every rank calls it.
-
-    Args:
-        model: any module. Its parameters are sharded in place, and start from rank 0's values on every rank.
-        config: a dict, the path of a JSON file, base64 text, or what `drivetrain.engine.config.load` returned.
-        optimizer: takes the place of the configured one: an optimizer over the model's parameters, or a function
-            that makes one from them.
-        lr_scheduler: takes the place of the configured one: a scheduler of the optimizer, or a function that makes one
-            from it.
-        model_parameters: what the optimizer trains: parameters, or parameter groups. All that require gradients by
-            default.
-        training_data: a data set; the engine's ``train_loader`` splits it over the ranks.
-        collate_fn: makes a micro-batch from a list of samples.
-        mesh: the ranks; by default all of them, along the axis ``shard``.
-
-    Raises:
-        ConfigError: the configuration, with every problem in it.
-        ValueError: model, optimizer or mesh do not go with it.
-    """
+    given: Given,
+    mesh: Mesh | None,
+) -> Parts:
+    """Put the parts of an engine together. Collective."""
     config = config if isinstance(config, Config) else load(config)
     mesh = mesh or Mesh.create(init())
     _start_logging(config, mesh)
@@ -70,34 +73,27 @@ def initialize(
     _seed(config, mesh)
     _cast_buffers(model, config)
     sharded = shard(model, mesh, zero_policy(config, mesh))
-    sharded_optimizer, schedule = _optimization(config, sharded, optimizer, lr_scheduler, model_parameters)
-    loader = _loader(config, mesh, batch.micro, training_data, collate_fn)
-    writes_csv = config.csv_monitor.enabled and mesh.world.rank == 0
-    sinks = [EventCsvSink(config.csv_monitor.output_path, config.csv_monitor.job_name)] if writes_csv else []
-    timers = PhaseTimers(enabled=config.wall_clock_breakdown, device=mesh.device)
-    engine = Engine(
-        Parts(
-            config=config,
-            mesh=mesh,
-            batch=batch,
-            sharded=sharded,
-            optimizer=sharded_optimizer,
-            schedule=schedule,
-            loader=loader,
-            sinks=SinkGroup(sinks),
-            timers=timers,
-        )
-    )
+    optimizer, schedule = _optimization(config, sharded, given)
+    loader = _loader(config, mesh, batch.micro, given)
+    observer = _observer(config, mesh)
     if config.dump_state and mesh.world.rank == 0:
         log.info("configuration: %s", config.to_dict())
         log.info("batch: %s; mesh: %s; units: %s", batch, mesh.sizes, [unit.name for unit in sharded.units])
-    return engine
+    return Parts(
+        config=config,
+        mesh=mesh,
+        batch=batch,
+        sharded=sharded,
+        optimizer=optimizer,
+        schedule=schedule,
+        loader=loader,
+        observer=observer,
+    )
 
 
 def zero_policy(config: Config, mesh: Mesh) -> Policy:
     """The part of a configuration that decides how a module is sharded."""
     zero = config.zero_optimization
-    given = zero.model_fields_set
     half = config.model_dtype != "fp32"
     predivide = float(mesh.sizes["shard"]) if config.prescale_gradients else config.gradient_predivide_factor
     accumulate = config.data_types.grad_accum_dtype
@@ -112,10 +108,9 @@ def zero_policy(config: Config, mesh: Mesh) -> Policy:
         persistence_numel=zero.param_persistence_threshold,
         persistence_total_numel=zero.model_persistence_threshold,
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
-        # Where the file says nothing, the least memory: one unit ahead, and nothing kept that others come between.
-        prefetch_numel=zero.prefetch_bucket_size if "prefetch_bucket_size" in given else None,
-        max_reuse_numel=zero.max_reuse_distance if "max_reuse_distance" in given else 0,
-        max_live_numel=zero.max_live_parameters if "max_live_parameters" in given else None,
+        prefetch_numel=zero.prefetch_bucket_size,
+        max_reuse_numel=zero.max_reuse_distance,
+        max_live_numel=zero.max_live_parameters,
         overlap=zero.overlap_comm is not False,
     )
 
@@ -139,24 +134,22 @@ def loss_scaler(config: Config) -> LossScaler:
 
 
 def _optimization(
-    config: Config,
-    sharded: ShardedModule,
-    given: torch.optim.Optimizer | MakeOptimizer | None,
-    given_schedule: LRScheduler | MakeScheduler | None,
-    parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None,
+    config: Config, sharded: ShardedModule, given: Given
 ) -> tuple[ShardedOptimizer | None, Schedule | None]:
-    trained = list(parameters) if parameters is not None else [p for p in sharded.module.parameters() if p.requires_grad]
-    if isinstance(given, torch.optim.Optimizer):
-        optimizer = given
-    elif given is not None:
-        optimizer = given(trained)
+    trained: Parameters = [p for p in sharded.module.parameters() if p.requires_grad]
+    if given.parameters is not None:
+        trained = given.parameters
+    if isinstance(given.optimizer, torch.optim.Optimizer):
+        optimizer = given.optimizer
+    elif given.optimizer is not None:
+        optimizer = given.optimizer(trained)
     elif config.optimizer is not None:
         optimizer = build_optimizer(config.optimizer, trained)
     else:
-        if given_schedule is not None or config.scheduler is not None:
+        if given.lr_scheduler is not None or config.scheduler is not None:
             raise ValueError("there is a learning-rate schedule but no optimizer for it")
         return None, None
-    schedule = build_schedule(config.scheduler, optimizer, given_schedule)
+    schedule = build_schedule(config.scheduler, optimizer, given.lr_scheduler)
     sharded_optimizer = ShardedOptimizer(
         sharded,
         optimizer,
@@ -168,10 +161,8 @@ def _optimization(
     return sharded_optimizer, schedule
 
 
-def _loader(
-    config: Config, mesh: Mesh, micro: int, data: Dataset[Any] | None, collate: Collate | None
-) -> TrainLoader | None:
-    if data is None:
+def _loader(config: Config, mesh: Mesh, micro: int, given: Given) -> TrainLoader | None:
+    if given.training_data is None:
         return None
     axis = mesh.axis("shard")
     settings = LoaderConfig(
@@ -182,7 +173,20 @@ def _loader(
         drop_last=config.dataloader_drop_last,
         pin_memory=mesh.device.type == "cuda",
     )
-    return TrainLoader(data, settings, collate_fn=collate)
+    return TrainLoader(given.training_data, settings, collate_fn=given.collate_fn)
+
+
+def _observer(config: Config, mesh: Mesh) -> Observer:
+    csv = config.csv_monitor
+    sinks = [EventCsvSink(csv.output_path, csv.job_name)] if csv.enabled and mesh.world.rank == 0 else []
+    return Observer(
+        config,
+        rank=mesh.world.rank,
+        sinks=SinkGroup(sinks),
+        timers=PhaseTimers(enabled=config.wall_clock_breakdown, device=mesh.device),
+        ledger=mesh.ledger,
+        device=mesh.device,
+    )
 
 
 def _seed(config: Config, mesh: Mesh) -> None:

@@ -1,24 +1,28 @@
 """The engine: one model in training. It keeps the count of steps and delegates everything else.
 
-A step, managed (the default): for each of ``gradient_accumulation_steps`` micro-batches call forward, `backward` and `step`;
-`step` acts on the last one. `train_batch` does all of that. Whatever the mode, gradients add up from one optimizer
-step to the next over every backward pass, and plain ``loss.backward()`` works in place of ``engine.backward(loss)``, which
-besides divides the loss by the number of micro-batches and multiplies it by the loss scale.
+A step, managed (the default): for each of ``gradient_accumulation_steps`` micro-batches call forward, `backward` and
+`step`; `step` acts on the last one. `train_batch` does all of that. Whatever the mode, gradients add up from one
+optimizer step to the next over every backward pass, and plain ``loss.backward()`` works in place of
+``engine.backward(loss)``, which besides divides the loss by the number of micro-batches and multiplies it by the loss
+scale.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from drivetrain.comm import Ledger, Mesh, all_reduce
+from drivetrain.engine.assemble import Given, MakeOptimizer, MakeScheduler, Parts, assemble
 from drivetrain.engine.checkpoint import (
     Exported,
     ExportOptions,
@@ -26,15 +30,16 @@ from drivetrain.engine.checkpoint import (
     LoadOptions,
     RandomState,
     SaveOptions,
+    TagValidation,
     export_tensors,
     load,
     open_checkpoint,
     save,
 )
-from drivetrain.engine.config import BatchSizes, Config
-from drivetrain.engine.data import RepeatingLoader, TrainLoader
-from drivetrain.engine.lr import Schedule
-from drivetrain.engine.monitor import PhaseTimers, SinkGroup
+from drivetrain.engine.config import Config
+from drivetrain.engine.data import Collate, RepeatingLoader
+from drivetrain.engine.optimizers import Parameters
+from drivetrain.engine.record import Counters, StepRecord
 from drivetrain.engine.snapshot import (
     MODEL,
     LoadParts,
@@ -44,61 +49,50 @@ from drivetrain.engine.snapshot import (
     optimizer_tensors,
     prepare_optimizer,
 )
-from drivetrain.zero import ShardedModule, ShardedOptimizer
-
-log = logging.getLogger("drivetrain.engine")
+from drivetrain.zero import ShardedOptimizer
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """What `Engine.step` did.
+TAG_VALIDATION: Mapping[str, TagValidation] = MappingProxyType({"Ignore": "ignore", "Warn": "warn", "Fail": "fail"})
 
-    Attributes:
-        step: optimizer steps taken before this call, skipped ones not counted: the i of the schedule's f(i).
-        stepped: parameters were updated.
-        reason: why not, if not: still accumulating, or gradients that are not finite.
-        grad_norm: global norm of the unscaled gradients before clipping; None while accumulating.
-        clip_coefficient: what the gradients were multiplied by; 1 where clipping did not bite.
-        lr: the learning rate of the first parameter group in this step.
-        loss_scale: the scale that the gradients carried.
+
+def initialize(
+    model: nn.Module,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+    lr_scheduler: LRScheduler | MakeScheduler | None = None,
+    model_parameters: Parameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    collate_fn: Collate | None = None,
+    mesh: Mesh | None = None,
+) -> Engine:
+    """Make an engine that trains ``model`` as ``config`` says. Collective: every rank calls it.
+
+    Args:
+        model: any module. Its parameters are sharded in place, and start from rank 0's values on every rank.
+        config: a dict, the path of a JSON file, base64 text, or what `drivetrain.engine.config.load` returned.
+        optimizer: takes the place of the configured one: an optimizer over the model's parameters, or a function
+            that makes one from them.
+        lr_scheduler: takes the place of the configured one: a scheduler of the optimizer, or a function that makes one
+            from it.
+        model_parameters: what the optimizer trains: parameters, or parameter groups. All that require gradients by
+            default.
+        training_data: a data set; the engine's ``train_loader`` splits it over the ranks.
+        collate_fn: makes a micro-batch from a list of samples.
+        mesh: the ranks; by default all of them, along the axis ``shard``.
+
+    Raises:
+        ConfigError: the configuration, with every problem in it.
+        ValueError: model, optimizer or mesh do not go with it.
     """
-
-    step: int
-    stepped: bool
-    reason: str | None
-    grad_norm: float | None
-    clip_coefficient: float
-    lr: float
-    loss_scale: float
-
-
-@dataclass(kw_only=True)
-class Counters:
-    """How far training has come. Part of every checkpoint."""
-
-    global_steps: int = 0  # optimizer steps attempted
-    skipped_steps: int = 0  # of these, skipped because gradients were not finite
-    micro_steps: int = 0  # micro-batches
-    global_samples: int = 0  # samples, over all ranks
-
-    @property
-    def applied_steps(self) -> int:
-        return self.global_steps - self.skipped_steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What `assemble` puts together for an engine."""
-
-    config: Config
-    mesh: Mesh
-    batch: BatchSizes
-    sharded: ShardedModule
-    optimizer: ShardedOptimizer | None
-    schedule: Schedule | None
-    loader: TrainLoader | None
-    sinks: SinkGroup
-    timers: PhaseTimers
+    given = Given(
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        parameters=model_parameters,
+        training_data=training_data,
+        collate_fn=collate_fn,
+    )
+    return Engine(assemble(model, config, given, mesh))
 
 
 class Engine:
@@ -123,12 +117,11 @@ class Engine:
         self.optimizer = parts.optimizer
         self.schedule = parts.schedule
         self.train_loader = parts.loader
-        self.sinks = parts.sinks
-        self.timers = parts.timers
+        self.observer = parts.observer
+        self.timers = parts.observer.timers
         self.counters = Counters()
         self._held = False  # inside no_sync
         self._scaled = False  # the loss of the coming backward pass carries the loss scale
-        self._losses: list[torch.Tensor] = []
         self._batches: Iterator[Any] | None = None
         self.last_step: StepRecord | None = None
         self.sharded.hooks.backward.check = self._check_scaled
@@ -231,7 +224,7 @@ class Engine:
         self.sharded.closes_step = self.closes_step and not self._held
         with self.timers.measure("backward"):
             self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        self._losses.append(loss.detach())
+        self.observer.loss(loss)
         return loss
 
     def _check_scaled(self) -> None:
@@ -290,31 +283,8 @@ class Engine:
             lr=lr,
             loss_scale=result.loss_scale,
         )
-        self._observe(record)
+        self.observer.stepped(self.counters, record)
         return record
-
-    def _observe(self, record: StepRecord) -> None:
-        losses, self._losses = self._losses, []
-        every = self.config.steps_per_print
-        prints = every is not None and self.counters.global_steps % every == 0
-        phases = self.timers.take()
-        if record.reason:
-            log.warning("rank %d: step %d skipped: %s", self.rank, self.counters.global_steps, record.reason)
-        if self.rank != 0:
-            return
-        values: dict[str, float | int] = {
-            "lr": record.lr,
-            "grad_norm": record.grad_norm or 0.0,
-            "loss_scale": record.loss_scale,
-            "samples": self.counters.global_samples,
-        }
-        if losses and (prints or self.config.csv_monitor.enabled):
-            values["loss"] = float(torch.stack(losses).sum())
-        values.update({f"{phase}_seconds": seconds for phase, seconds in phases.items()})
-        self.sinks.write(self.counters.global_steps, values)
-        if prints:
-            text = ", ".join(f"{name} {value:.6g}" for name, value in values.items())
-            log.info("step %d: %s", self.counters.global_steps, text)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One whole optimizer step: all its micro-batches, then the update. Collective.
@@ -416,7 +386,7 @@ class Engine:
             client_state=client_state,
             random_state=RandomState.capture(self.device),
             aliases=self._aliases(),
-            options=options or SaveOptions(tag_validation=self.config.checkpoint.tag_validation),
+            options=options or SaveOptions(tag_validation=TAG_VALIDATION[self.config.checkpoint.tag_validation]),
         )
 
     def load(
@@ -467,7 +437,7 @@ class Engine:
         if parts.random and loaded.random_state is not None:
             loaded.random_state.restore(self.device)
         if parts.schedule:
-            self.sinks.rewind(self.counters.global_steps)
+            self.observer.sinks.rewind(self.counters.global_steps)
         return loaded
 
     def export(self, directory: str | Path, *, options: ExportOptions | None = None) -> Exported:
@@ -486,7 +456,7 @@ class Engine:
 
     def close(self) -> None:
         """Close the files that metrics go to."""
-        self.sinks.close()
+        self.observer.sinks.close()
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What a checkpoint of an engine consists of, and how it gets back in.
 
-Tensors go as named flat slices: ``model/<parameter or buffer>`` in the highest precision there is (the fp32 master weights, where
-there are any), ``optimizer/<parameter>/<key>``. Everything else is JSON in the metadata.
+Tensors go as named flat slices: ``model/<parameter or buffer>`` in the highest precision there is (the fp32 master
+weights, where there are any), ``optimizer/<parameter>/<key>``. Everything else is JSON in the metadata.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
 
 from drivetrain.comm import Axis, all_gather_object
 from drivetrain.engine.checkpoint import CheckpointError, StoredCheckpoint
@@ -63,15 +65,18 @@ def optimizer_metadata(optimizer: ShardedOptimizer, axis: Axis) -> dict[str, Any
 
 
 def _json_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    plain = (str, int, float, bool, type(None))
+    """Settings that JSON can hold; a learning rate or such that is a tensor goes as its number."""
 
-    def value_of(value: Any) -> Any:
-        return list(value) if isinstance(value, tuple) else value
+    def plain(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return all(map(plain, value))
+        return value is None or isinstance(value, (str, int, float))
 
-    def fits(value: Any) -> bool:
-        return isinstance(value, plain) or (isinstance(value, (list, tuple)) and all(isinstance(v, plain) for v in value))
+    def number(value: Any) -> Any:
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
-    return [{key: value_of(value) for key, value in group.items() if fits(value)} for group in groups]
+    numbers = [{key: number(value) for key, value in group.items()} for group in groups]
+    return [{key: value for key, value in group.items() if plain(value)} for group in numbers]
 
 
 def prepare_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> None:

@@ -1,5 +1,7 @@
 """ZeRO stages 0 to 3 as policies over one core. Start reading in `drivetrain.zero.api`."""
 
+from __future__ import annotations
+
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
 from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, StepResult
 from drivetrain.zero.policy import Policy

@@ -7,9 +7,9 @@
     loss.backward()                                            # gradients leave for their owners as they are made
     optimizer.step()                                           # each rank updates its shard
 
-The rooms, from small to large: `layout` (who owns what, pure), `bucket` (storage), `unit` (buckets of one block), `grouping`
-(which parameters form a unit), `exchange` and `reducer` (gradients), `order` and `residency` (parameters), `hooks`
-(where all of it meets autograd), `optimizer`.
+The rooms, from small to large: `layout` (who owns what, pure), `bucket` (storage), `unit` (buckets of one block),
+`grouping` (which parameters form a unit), `exchange` and `reducer` (gradients), `order` and `residency` (parameters),
+`hooks` (where all of it meets autograd), `optimizer`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ShardedModule:
         return {slot.name: slot.names[1:] for slot in slots if len(slot.names) > 1}
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, in the dtype it computes in, unit by unit; each is valid until the next. Collective."""
+        """Every parameter whole, in the dtype it computes in, each valid until the next is asked for. Collective."""
         for unit in self.units:
             was_live = unit.live
             unit.start_gather(self.axis)
@@ -167,8 +167,8 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
     """Split ``module`` over the mesh's shard axis as ``policy`` says. Collective: every rank calls it.
 
     All ranks start from rank 0's values. Parameter objects stay the same, so optimizers and references made before
-    remain valid; parameters and buffers move to the mesh's device. Master weights start from the values as given, before
-    they are cast to ``policy.param_dtype``.
+    remain valid; parameters and buffers move to the mesh's device. Master weights start from the values as given,
+    before they are cast to ``policy.param_dtype``.
 
     Raises:
         ValueError: a parameter has no data (meta device) or no parameter is there at all.

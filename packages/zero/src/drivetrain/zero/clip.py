@@ -10,7 +10,6 @@ from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.layout import ALIGNMENT
 from drivetrain.zero.policy import HALF_TYPES
 
-
 CHUNK = ALIGNMENT << 10
 """Elements that are widened at a time: small enough to stay in a core's cache."""
 
@@ -18,17 +17,17 @@ CHUNK = ALIGNMENT << 10
 def own_square_sum(buckets: Iterable[Bucket], device: torch.device) -> torch.Tensor:
     """The sum of squares of this rank's shards of all reduced gradients: a float64 scalar on ``device``.
 
-    Every stage adds up the same shards, also stage 0 where the rank holds more, and padding is zero. How parameters fall into
-    buckets and ranks must not show in the result either. So norms are taken of aligned runs of ``ALIGNMENT`` elements, which
-    no cut divides, in fp32 (at the speed of one plain pass), and added in float64; rounded to fp32 in the end, the order
-    of those additions has no say in practice.
+    Every stage adds up the same shards, also stage 0 where the rank holds more, and padding is zero. How parameters
+    fall into buckets and ranks must not show in the result either. So norms are taken of aligned runs of
+    ``ALIGNMENT`` elements, which no cut divides, in fp32 (at the speed of one plain pass), and added in float64;
+    rounded to fp32 in the end, the order of those additions has no say in practice.
     """
     sums = [_square_sum(own) for bucket in buckets if (own := bucket.own_reduced()) is not None]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _square_sum(flat: torch.Tensor) -> torch.Tensor:
-    chunks = flat.split(CHUNK) if flat.dtype in HALF_TYPES else (flat,)
+    chunks = torch.split(flat, CHUNK) if flat.dtype in HALF_TYPES else (flat,)
     norms = [torch.linalg.vector_norm(_widened(chunk).view(-1, ALIGNMENT), dim=1) for chunk in chunks]
     return torch.cat(norms).to(torch.float64).square().sum()
 

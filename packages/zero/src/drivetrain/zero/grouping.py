@@ -65,7 +65,12 @@ def named_parameters(module: nn.Module) -> list[NamedParameter]:
 def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost repeated blocks of ``module`` with their names, in the order of the tree, each module once."""
     seen: set[int] = set()
-    return [(name, block) for name, block in _walk_blocks(module, "") if not (id(block) in seen or seen.add(id(block)))]
+    blocks = []
+    for name, block in _walk_blocks(module, ""):
+        if id(block) not in seen:
+            seen.add(id(block))
+            blocks.append((name, block))
+    return blocks
 
 
 def _walk_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -8,9 +8,9 @@
                   gradient of the unit's input is there, and its own too -> parameters out
                   the engine's final callback               -> send the rest, everything out
 
-An owner is a module that holds parameters of a unit directly. Watching every owner's outputs, and not only the unit's, is
-what makes the release in backward safe: the hook on an owner's output runs right before the nodes that read its
-parameters, so a unit that went too early comes back (at a cost) instead of being read after it was freed.
+An owner is a module that holds parameters of a unit directly. Watching every owner's outputs, and not only the
+unit's, is what makes the release in backward safe: the hook on an owner's output runs right before the nodes that
+read its parameters, so a unit that went too early comes back (at a cost) instead of being read after it was freed.
 
 Recomputation (activation checkpointing, both kinds) runs forward hooks inside backward. There a forward call neither
 releases (the backward that it is for comes next) nor counts as open.
@@ -68,7 +68,9 @@ class BackwardPass:
         check: called when a pass begins; may raise to refuse it.
     """
 
-    def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None], on_abandon: Callable[[], None]) -> None:
+    def __init__(
+        self, on_begin: Callable[[], None], on_end: Callable[[], None], on_abandon: Callable[[], None]
+    ) -> None:
         self._on_begin = on_begin
         self._on_end = on_end
         self._on_abandon = on_abandon
@@ -80,7 +82,7 @@ class BackwardPass:
         if not self.active:
             self.check()
             self.active = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
             self._on_begin()
 
     def _end(self) -> None:

@@ -8,9 +8,9 @@ to ``world_size`` equal shards, and gives rank r the r-th shard. A rank's share 
 the overlap of two intervals: one contiguous run of the flattened parameter, perhaps empty.
 
 Invariants: shards cover every element exactly once; every shard has the same length; parameter starts and shard
-boundaries are multiples of ``ALIGNMENT``. The last one is more than neatness: vectorised loops treat the end of an array
-differently from its middle, so two ways of cutting the same parameter give the same bits only if every cut falls on
-a full vector. 64 elements are four AVX-512 vectors of fp32, the longest unrolled body in use.
+boundaries are multiples of ``ALIGNMENT``. The last one is more than neatness: vectorised loops treat the end of an
+array differently from its middle, so two ways of cutting the same parameter give the same bits only if every cut
+falls on a full vector. 64 elements are four AVX-512 vectors of fp32, the longest unrolled body in use.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """Any torch optimizer, each rank updating only its shards.
 
-The problem: a torch optimizer wants parameters with gradients; a rank has slices of them, in several dtypes. The idea: give the
-optimizer the slices. Its parameter groups keep their objects and hyperparameters (so schedules attached to them go on
-working), and each holds 1-D views of master weights instead of parameters; at stage 0 the views are whole and in shape.
+The problem: a torch optimizer wants parameters with gradients; a rank has slices of them, in several dtypes. The
+idea: give the optimizer the slices. Its parameter groups keep their objects and hyperparameters (so schedules
+attached to them go on working), and each holds 1-D views of master weights instead of parameters; at stage 0 the
+views are whole and in shape.
 
-The step goes bucket by bucket: widen the gradients, update, write the low-precision copy, send it to the others, and let
-the gradients go, so that fp32 gradients of one bucket exist at a time and the sends overlap with the next update.
+The step goes bucket by bucket: widen the gradients, update, write the low-precision copy, send it to the others, and
+let the gradients go, so that fp32 gradients of one bucket exist at a time and the sends overlap with the next update.
 
-Only an optimizer whose update of an element depends on nothing but that element's history may be fed slices. Which ones those
-are is a table here; an optimizer of one's own says it with a class attribute ``elementwise = True``. One that needs norms of whole
-parameters says ``needs_whole_norms = True`` and offers ``reduce_norms`` (see ``drivetrain.kernels.Lamb``).
+Only an optimizer whose update of an element depends on nothing but that element's history may be fed slices. Which
+ones those are is a table here; an optimizer of one's own says it with a class attribute ``elementwise = True``. One
+that needs norms of whole parameters says ``needs_whole_norms = True`` and offers ``reduce_norms`` (see
+``drivetrain.kernels.Lamb``).
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class ShardedOptimizer:
     Args:
         sharded: the module.
         optimizer: made over the module's parameters, before or after sharding. Its parameter groups are pointed at the
-            shards in place; its state must be empty.
+            shards in place, and state that it holds already is cut to them.
         max_norm: clip the global gradient norm to this; 0 does not clip.
         scaler: owns the loss scale. Its scale must have multiplied the loss.
         require_all: every optimized parameter must have got a gradient on some rank.
@@ -107,7 +109,7 @@ class ShardedOptimizer:
         patience: steps skipped in a row, with the loss scale at its minimum, before `NonFiniteGradientError`.
 
     Raises:
-        ValueError: the optimizer cannot work on slices, holds state already, or has parameters the module lacks.
+        ValueError: the optimizer cannot work on slices, or has parameters the module lacks.
     """
 
     def __init__(
@@ -141,8 +143,6 @@ class ShardedOptimizer:
 
     def _check(self) -> None:
         name = type(self.optimizer).__name__
-        if self.optimizer.state:
-            raise ValueError(f"{name} holds state already: hand it over before its first step")
         if self.sharded.policy.splits_optimizer and not (self._elementwise or self._whole_norms):
             raise ValueError(
                 f"{name} is not known to update each element on its own, and ZeRO stage {self.sharded.policy.stage} "
@@ -164,18 +164,22 @@ class ShardedOptimizer:
                 f"the sharded {type(self.sharded.module).__name__}"
             )
         count = len(self.optimizer.param_groups)
+        held = dict(self.optimizer.state)
+        self.optimizer.state.clear()
         self.names: list[list[str]] = [[] for _ in range(count)]
         sub_groups = []
         for bucket in self.sharded.trainable_buckets:
             parts: list[list[_Part]] = [[] for _ in range(count)]
             for slot_index, (slot, piece) in enumerate(zip(bucket.slots, bucket.region_pieces(), strict=True)):
-                index = group_of.get(id(slot.parameter))
-                if index is None:
+                if id(slot.parameter) not in group_of:
                     continue
+                index = group_of[id(slot.parameter)]
                 self.names[index].append(slot.name)
                 if piece.numel or self._whole_norms:
                     tensor = bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
                     shaped = tensor if bucket.split else tensor.view(slot.shape)
+                    if slot.parameter in held:
+                        self.optimizer.state[shaped] = _cut_state(held[slot.parameter], slot, piece, shaped)
                     parts[index].append(_Part(slot, slot_index, piece, shaped))
             sub_groups.append(_SubGroup(bucket, tuple(map(tuple, parts))))
         for index, group in enumerate(self.optimizer.param_groups):
@@ -214,12 +218,10 @@ class ShardedOptimizer:
         coefficient = clip_coefficient(norm, self.max_norm)
         self._update(coefficient / scale)
         self.scaler.update(overflow=False)
-        return StepResult(
-            stepped=True, reason=None, grad_norm=norm, clip_coefficient=coefficient, loss_scale=scale
-        )
+        return StepResult(stepped=True, reason=None, grad_norm=norm, clip_coefficient=coefficient, loss_scale=scale)
 
     def _survey(self) -> float:
-        """Agree with all ranks on what was used and what is still unreduced; return the norm of the scaled gradients."""
+        """Agree with all ranks on what was used and what is unreduced; return the norm of the scaled gradients."""
         sharded, device = self.sharded, self.sharded.axis.device
         buckets, reducer = sharded.trainable_buckets, sharded.reducer
         flags = [float(flag) for flag in reducer.unsent()]
@@ -422,6 +424,20 @@ class ShardedOptimizer:
             for key, value in values.items():
                 if key != "params" and key in group:
                     group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _cut_state(state: dict[str, Any], slot: Slot, piece: Piece, like: torch.Tensor) -> dict[str, Any]:
+    """State of a whole parameter, cut to the slice that ``like`` is."""
+
+    def cut(key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if key == "step" or value.shape != slot.shape:
+            return value.clone()
+        flat = value.reshape(-1)[piece.start : piece.start + piece.numel]
+        return flat.reshape(like.shape).to(like.device, copy=True)
+
+    return {key: cut(key, value) for key, value in state.items()}
 
 
 def _kind(key: str, value: object, parameter: torch.Tensor) -> StateKind:

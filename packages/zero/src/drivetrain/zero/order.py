@@ -1,10 +1,10 @@
 """Which unit is used next, predicted from the last time.
 
-The problem: at stage 3 a unit's parameters should be on their way before they are needed, and should not be let go if they
-are needed again at once. The idea: remember, for every use of a unit, which unit's use followed it. A use is told apart by
-its phase (training forward, backward, inference) and its count within the phase, so a module that is called several
-times has several successors. A prediction is only ever a hint: if it is wrong, the memory of it is corrected and the
-parameters are gathered on demand.
+The problem: at stage 3 a unit's parameters should be on their way before they are needed, and should not be let go if
+they are needed again at once. The idea: remember, for every use of a unit, which unit's use followed it. A use is
+told apart by its phase (training forward, backward, inference) and its count within the phase, so a module that is
+called several times has several successors. A prediction is only ever a hint: if it is wrong, the memory of it is
+corrected and the parameters are gathered on demand.
 
 Pure: knows unit numbers, no tensors.
 """

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, whose gradients underflow otherwise (Micikevicius et al., "Mixed Precision Training", 2018)."""
+"""Loss scaling for fp16, whose gradients underflow otherwise (Micikevicius et al., "Mixed Precision Training")."""
 
 from __future__ import annotations
 
