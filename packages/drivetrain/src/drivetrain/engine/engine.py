@@ -121,6 +121,8 @@ class Engine:
         self.timers = parts.observer.timers
         self.counters = Counters()
         self._held = False  # inside no_sync
+        # A channel of its own: what checkpoints send is neither in training's order nor on its account.
+        self._checkpoint_axis = self.mesh.axis("shard", channel="checkpoint")
         self._scaled = False  # the loss of the coming backward pass carries the loss scale
         self._batches: Iterator[Any] | None = None
         self.last_step: StepRecord | None = None
@@ -223,7 +225,7 @@ class Engine:
             loss = loss / self.batch.accumulation
         self.sharded.closes_step = self.closes_step and not self._held
         with self.timers.measure("backward"):
-            self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self.scale(loss).backward(retain_graph=retain_graph)
         self.observer.loss(loss)
         return loss
 
@@ -365,7 +367,7 @@ class Engine:
                 f"{self.counters.micro_steps % self.batch.accumulation} of {self.batch.accumulation}) would lose its "
                 "gradients; save after the step that updates"
             )
-        axis = self.sharded.axis
+        axis = self._checkpoint_axis
         tensors = model_tensors(self.sharded)
         metadata: dict[str, Any] = {
             "counters": vars(self.counters),
@@ -420,7 +422,7 @@ class Engine:
             prepare_optimizer(optimizer, open_checkpoint(directory, tag))
             tensors.update(optimizer_tensors(optimizer, "load"))
         options = LoadOptions(strict=strict, prefixes=() if optimizer is not None else (MODEL,))
-        loaded = load(directory, tag, tensors=tensors, axis=self.sharded.axis, options=options)
+        loaded = load(directory, tag, tensors=tensors, axis=self._checkpoint_axis, options=options)
         self.sharded.refresh_parameters()
         metadata = loaded.metadata
         if optimizer is not None:
@@ -449,7 +451,7 @@ class Engine:
         if options is None:
             options = ExportOptions(dtype=self.sharded.policy.param_dtype, config=_model_config(self.module))
         tensors = model_tensors(self.sharded)
-        return export_tensors(tensors, directory, axis=self.sharded.axis, aliases=self._aliases(), options=options)
+        return export_tensors(tensors, directory, axis=self._checkpoint_axis, aliases=self._aliases(), options=options)
 
     def _aliases(self) -> dict[str, str]:
         return {MODEL + other: MODEL + name for name, others in self.sharded.aliases().items() for other in others}

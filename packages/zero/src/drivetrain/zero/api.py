@@ -131,16 +131,15 @@ class ShardedModule:
         return {slot.name: slot.names[1:] for slot in slots if len(slot.names) > 1}
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, in the dtype it computes in, each valid until the next is asked for. Collective."""
+        """A copy of every parameter, whole, in the dtype it computes in; one unit is gathered at a time. Collective."""
         for unit in self.units:
             was_live = unit.live
             unit.start_gather(self.axis)
             unit.finish_gather()
-            for bucket in unit.buckets:
-                for slot in bucket.slots:
-                    yield slot.name, slot.parameter.detach()
+            copies = [(s.name, s.parameter.detach().clone()) for bucket in unit.buckets for s in bucket.slots]
             if not was_live:
                 unit.release()
+            yield from copies
 
     def bytes(self) -> ModelStateBytes:
         """What this rank holds now."""

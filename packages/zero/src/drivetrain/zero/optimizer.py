@@ -435,7 +435,7 @@ def _cut_state(state: dict[str, Any], slot: Slot, piece: Piece, like: torch.Tens
         if key == "step" or value.shape != slot.shape:
             return value.clone()
         flat = value.reshape(-1)[piece.start : piece.start + piece.numel]
-        return flat.reshape(like.shape).to(like.device, copy=True)
+        return torch.empty_like(like, dtype=value.dtype).copy_(flat.reshape(like.shape))
 
     return {key: cut(key, value) for key, value in state.items()}
 

@@ -1,0 +1,293 @@
+"""The engine as a user drives it: every loop, against plain torch; what a step reports; resuming; exporting."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from drivetrain.engine import LoadParts, StepRecord, initialize
+from drivetrain.engine.lr import WarmupLR
+from drivetrain_testkit import relative_error, run_ranks
+
+MICRO, ACCUMULATION, RANKS, STEPS = 3, 2, 2, 6
+
+
+class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(5, generator=torch.Generator().manual_seed(index))
+        return x, x.sum().sin()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Regressor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(5, 24)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(24, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x.to(self.first.weight.dtype))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return (self.last(hidden).squeeze(-1).float() - y).square().mean()
+
+
+def config(stage: int = 0, **changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.02}},
+        "gradient_clipping": 0.8,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    return {key: value for key, value in {**base, **changes}.items() if value is not None}
+
+
+def micro_batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    x = torch.randn(MICRO, 5, generator=generator)
+    return x, x.sum(-1).sin()
+
+
+def whole(engine: Any) -> torch.Tensor:
+    return torch.cat([p.float().flatten() for _, p in sorted(engine.sharded.full_parameters())])
+
+
+def plain(ranks: int = RANKS) -> tuple[torch.Tensor, list[float]]:
+    """The oracle: one process, plain torch, the mean over micro-batches of all ranks."""
+    model = Regressor()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.01)
+    formula = WarmupLR(warmup_num_steps=4, warmup_max_lr=0.02)
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(ACCUMULATION):
+            for rank in range(ranks):
+                (model(*micro_batch(step, micro, rank)) / ACCUMULATION / ranks).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.8)))
+        for group in optimizer.param_groups:
+            group["lr"] = formula.lr(step, 0.02)
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for _, p in sorted(model.named_parameters())]), norms
+
+
+# The loops that people write ------------------------------------------------------------------------------------------
+
+
+def managed(engine: Any, step: int) -> StepRecord:
+    for micro in range(ACCUMULATION):
+        engine.backward(engine(*micro_batch(step, micro, engine.rank)))
+        record = engine.step()
+        assert record.stepped == (micro == ACCUMULATION - 1)
+    return record
+
+
+def plain_backward(engine: Any, step: int) -> StepRecord:
+    for micro in range(ACCUMULATION):
+        (engine(*micro_batch(step, micro, engine.rank)) / ACCUMULATION).backward()
+        record = engine.step()
+    return record
+
+
+def unmanaged(engine: Any, step: int) -> StepRecord:
+    """Backward as often as one likes, then one step: the sum of all."""
+    for micro in range(ACCUMULATION):
+        engine.backward(engine(*micro_batch(step, micro, engine.rank)))
+    return engine.step()
+
+
+def with_no_sync(engine: Any, step: int) -> StepRecord:
+    with engine.no_sync():
+        engine.backward(engine(*micro_batch(step, 0, engine.rank)))
+    engine.backward(engine(*micro_batch(step, 1, engine.rank)))
+    return engine.step()
+
+
+def one_call(engine: Any, step: int) -> StepRecord:
+    engine.train_batch(iter([micro_batch(step, micro, engine.rank) for micro in range(ACCUMULATION)]))
+    return engine.last_step
+
+
+LOOPS = {
+    "managed": (managed, {}),
+    "plain backward": (plain_backward, {}),
+    "unmanaged": (unmanaged, {"managed_gradient_accumulation": False}),
+    "no_sync": (with_no_sync, {"managed_gradient_accumulation": False}),
+    "train_batch": (one_call, {}),
+}
+
+
+def run_loops(rank: int, world_size: int) -> dict[tuple[str, int], tuple[torch.Tensor, list[StepRecord]]]:
+    results = {}
+    for name, (loop, changes) in LOOPS.items():
+        for stage in range(4):
+            engine = initialize(Regressor(), config(stage, **changes))
+            records = [loop(engine, step) for step in range(STEPS)]
+            results[name, stage] = whole(engine), records
+    return results
+
+
+def test_every_loop_at_every_stage_equals_plain_torch() -> None:
+    """Also that the rate at step i is f(i), and that the reported norm is the one before clipping."""
+    expected, norms = plain()
+    formula = WarmupLR(warmup_num_steps=4, warmup_max_lr=0.02)
+    for ranks in run_ranks(run_loops, RANKS):
+        assert len(ranks) == 4 * len(LOOPS)
+        for key, (parameters, records) in ranks.items():
+            assert relative_error(parameters, expected) < 1e-6, key
+            assert [r.lr for r in records] == [formula.lr(step, 0.02) for step in range(STEPS)], key
+            assert [r.grad_norm for r in records] == pytest.approx(norms, rel=1e-5), key
+            coefficients = [min(1.0, 0.8 / (norm + 1e-6)) for norm in norms]
+            assert [r.clip_coefficient for r in records] == pytest.approx(coefficients, rel=1e-5), key
+            assert all(r.stepped and r.reason is None for r in records), key
+
+
+# Resuming -------------------------------------------------------------------------------------------------------------
+
+
+def run_on(rank: int, world_size: int, stage: int, folder: str, until: int, changes: dict[str, Any]) -> Any:
+    """Train on the data set until step ``until``, going on from a checkpoint if there is one, and save."""
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": 2}
+    engine = initialize(Regressor(), config(stage, **sizes, **changes), training_data=Samples())
+    client = engine.load(folder).client_state if (Path(folder) / "latest").exists() else None
+    told = []
+    while engine.global_steps < until:
+        loss = float(engine.train_batch())
+        told.append((engine.global_steps, loss, engine.last_step.lr, engine.last_step.loss_scale))
+    engine.save(folder, client_state={"history": told})
+    return told, whole(engine), client
+
+
+HALF: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}},
+    "adagrad": {"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}},
+    "lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 0.02}}},
+    "lion": {"optimizer": {"type": "Lion", "params": {"lr": 0.002}}},
+    "sgd": {"optimizer": {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}}},
+}
+
+
+@pytest.mark.parametrize("kind", HALF)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(kind: str, tmp_path: Path) -> None:
+    changes = HALF[kind]
+    told, expected, _ = run_ranks(run_on, 2, 3, str(tmp_path / "whole"), 8, changes)[0]
+    first, _, _ = run_ranks(run_on, 2, 3, str(tmp_path / "first"), 4, changes)[0]
+    assert first == told[:4]
+    for world_size, stage in ((2, 3), (1, 1), (3, 2), (2, 0)):
+        folder = tmp_path / f"{world_size}-{stage}"
+        shutil.copytree(tmp_path / "first", folder)
+        rest, parameters, client = run_ranks(run_on, world_size, stage, str(folder), 8, changes)[0]
+        assert client == {"history": first}
+        assert [row[0] for row in rest] == [5, 6, 7, 8]
+        assert [row[2:] for row in rest] == [row[2:] for row in told[4:]], "learning rate and loss scale"
+        if (world_size, stage) == (2, 3):
+            assert [row[1] for row in rest] == [row[1] for row in told[4:]]
+            assert torch.equal(parameters, expected)
+        tolerance = 2e-2 if kind in ("bf16", "fp16") else 5e-5 if kind == "lion" else 1e-5
+        assert relative_error(parameters, expected) < tolerance, (world_size, stage)
+        assert [row[1] for row in rest] == pytest.approx([row[1] for row in told[4:]], rel=max(1e-3, tolerance))
+
+
+def load_parts(rank: int, world_size: int, folder: str) -> tuple[float, int, list[str]]:
+    engine = initialize(Regressor(), config(1))
+    for step in range(3):
+        managed(engine, step)
+    engine.save(folder)
+    saved = whole(engine)
+    fresh = initialize(Regressor(), config(3))
+    loaded = fresh.load(folder, parts=LoadParts(optimizer=False, schedule=False))
+    assert fresh.optimizer.state_bytes == 0
+    return relative_error(whole(fresh), saved), fresh.global_steps, list(loaded.report.missing)
+
+
+def test_parts_of_a_checkpoint_load_alone(tmp_path: Path) -> None:
+    assert run_ranks(load_parts, 2, str(tmp_path))[0] == (0.0, 0, [])
+
+
+# Reporting ------------------------------------------------------------------------------------------------------------
+
+
+def watch(rank: int, world_size: int, folder: str) -> None:
+    changes = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"}, "wall_clock_breakdown": True}
+    engine = initialize(Regressor(), config(2, **changes))
+    for step in range(3):
+        managed(engine, step)
+    engine.close()
+
+
+def test_metrics_reach_the_csv_monitor(tmp_path: Path) -> None:
+    run_ranks(watch, 2, str(tmp_path))
+    files = {path.name: list(csv.reader(path.open())) for path in (tmp_path / "job").iterdir()}
+    losses = files["Train_Samples_train_loss.csv"]
+    assert [int(row[0]) for row in losses[1:]] == [12, 24, 36]
+    assert all(float(row[1]) > 0 for row in losses[1:])
+    rates = [float(row[1]) for row in files["Train_Samples_lr.csv"][1:]]
+    assert rates == pytest.approx([WarmupLR(warmup_num_steps=4, warmup_max_lr=0.02).lr(i, 0.02) for i in range(3)])
+
+
+def test_no_output_at_default_level(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(watch, 2, str(tmp_path))
+    out, err = capfd.readouterr()
+    lines = [line for line in (out + err).splitlines() if "step" in line]
+    assert len(lines) == 0, lines
+
+
+# Exporting ------------------------------------------------------------------------------------------------------------
+
+
+def train_llama(rank: int, world_size: int, stage: int, folder: str) -> torch.Tensor:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    engine = initialize(LlamaForCausalLM(shape), config(stage, bf16={"enabled": True}, scheduler=None))
+    tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(5))
+    for _ in range(2):
+        engine.train_batch(iter([{"input_ids": tokens, "labels": tokens}] * ACCUMULATION))
+    engine.export(folder)
+    engine.eval()
+    with torch.no_grad():
+        return engine(input_ids=tokens).logits.float()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_transformers_loads_an_export_and_computes_the_same(stage: int, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    expected = run_ranks(train_llama, 2, stage, str(tmp_path))[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "config.json").read_text())["vocab_size"] == 61
+    tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits.float(), expected)
