@@ -51,7 +51,6 @@ from drivetrain.engine.snapshot import (
 )
 from drivetrain.zero import ShardedOptimizer
 
-
 TAG_VALIDATION: Mapping[str, TagValidation] = MappingProxyType({"Ignore": "ignore", "Warn": "warn", "Fail": "fail"})
 
 
