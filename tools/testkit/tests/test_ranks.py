@@ -56,7 +56,9 @@ def test_ranks_find_each_other() -> None:
 
 
 def test_a_failure_carries_its_rank_and_traceback() -> None:
-    with pytest.raises(RankError, match=r"(?s)rank 1 raised:.*in one_fails.*ValueError: the second rank is unwell") as info:
+    with pytest.raises(
+        RankError, match=r"(?s)rank 1 raised:.*in one_fails.*ValueError: the second rank is unwell"
+    ) as info:
         run_ranks(one_fails, 2)
     assert info.value.rank == 1
     assert info.value.error_type == "builtins.ValueError"

@@ -119,7 +119,9 @@ def run_ranks(
         return _collect(ranks, stacks, timeout, frozenset(may_die))
 
 
-def _environment(rank: int, world_size: int, port: int, backend: str, extra: Mapping[str, str] | None) -> dict[str, str]:
+def _environment(
+    rank: int, world_size: int, port: int, backend: str, extra: Mapping[str, str] | None
+) -> dict[str, str]:
     env = dict(os.environ)
     env.update(
         RANK=str(rank),
@@ -207,6 +209,8 @@ def _collect(ranks: Sequence[_Rank], stacks: Mapping[int, str], timeout: float, 
     if stacks:
         names = ", ".join(str(rank) for rank in stacks)
         raise RankError(
-            f"rank {names} of {len(ranks)} still ran after {timeout:g} s.{stuck}", rank=min(stacks), error_type="timeout"
+            f"rank {names} of {len(ranks)} still ran after {timeout:g} s.{stuck}",
+            rank=min(stacks),
+            error_type="timeout",
         )
     return [o.value if isinstance(o, Success) else None for o in outcomes.values()]

@@ -22,4 +22,8 @@ def relative_error(a: torch.Tensor | Iterable[torch.Tensor], b: torch.Tensor | I
 
 def _flat(tensors: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
     parts = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    return torch.cat([p.detach().reshape(-1).to(torch.float64) for p in parts]) if parts else torch.zeros(0, dtype=torch.float64)
+    return (
+        torch.cat([p.detach().reshape(-1).to(torch.float64) for p in parts])
+        if parts
+        else torch.zeros(0, dtype=torch.float64)
+    )

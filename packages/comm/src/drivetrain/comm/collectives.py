@@ -112,7 +112,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Handle:
     if axis.backend == "gloo":
         pending: _Pending = gloo.Gather(_call(axis, "all_gather", "", part), whole, part)
     else:
-        pending = _native("all_gather", axis, lambda: dist.all_gather_into_tensor(whole, part, axis.group, async_op=True))
+        pending = _native("all_gather", axis, lambda: _gather(whole, part, axis.group, async_op=True))
     return Handle(pending, axis, "all_gather", _nbytes(whole))
 
 
@@ -133,12 +133,12 @@ def reduce_scatter(
     if axis.size == 1:
         return _complete(axis, "reduce_scatter", whole, copy_to=part)
     if axis.backend == "gloo":
-        pending: _Pending = gloo.ReduceScatter(_call(axis, "reduce_scatter", op, part), part, whole, op)
+        pending: _Pending = gloo.reduce_scatter(_call(axis, "reduce_scatter", op, part), part, whole, op)
     else:
         pending = _native(
             "reduce_scatter",
             axis,
-            lambda: dist.reduce_scatter_tensor(part, whole, _REDUCE[op], axis.group, async_op=True),
+            lambda: _reduce_scatter(part, whole, _REDUCE[op], axis.group, async_op=True),
         )
     return Handle(pending, axis, "reduce_scatter", _nbytes(whole))
 
@@ -211,7 +211,7 @@ def all_gather_object(value: object, axis: Axis) -> list[Any]:
     padded = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8).to(axis.device)
     texts = torch.empty(axis.size * room, dtype=torch.uint8, device=axis.device)
     all_gather(texts, padded, axis).wait()
-    return [json.loads(bytes(chunk.tolist()[:count])) for chunk, count in zip(texts.split(room), counts, strict=True)]
+    return [json.loads(bytes(chunk.tolist()[:count])) for chunk, count in zip(torch.split(texts, room), counts, strict=True)]
 
 
 def _to_json(value: object, axis: Axis) -> bytes:
@@ -231,6 +231,13 @@ _REDUCE = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+
+
+# torch 2.13 renames these two and warns of the old names.
+_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 class _NativeWork:

@@ -1,34 +1,41 @@
 """Collectives on gloo, built from direct messages between ranks.
 
-Problem: gloo's own reduce-scatter is an all-reduce of which most is thrown away, its all-gather copies every byte twice more, and a
-mismatch between ranks (other operation, other size) pairs whatever bytes meet, or ends the process.
+Problem: gloo's own reduce-scatter is an all-reduce of which most is thrown away, its all-gather copies every byte
+twice more, its sums depend on the algorithm that the size selects, and a mismatch between ranks (another operation,
+another size) pairs whatever bytes meet, or ends the process.
 
-Idea: every rank sends each peer that peer's piece straight from the input, and receives each peer's piece straight to where it belongs. For
-one exchange, two messages go to each peer:
+Idea: every rank sends each peer that peer's piece straight from the input, and receives each peer's piece straight to
+where it belongs. For one exchange each peer gets
 
-    frame     header (who, sequence number, operation, bytes) and, for small pieces, the piece itself
-    payload   the piece, where it doesn't fit in the frame
+    a frame    the header (sequence number, bytes, operation, dtype) and, if it is small, the piece itself
+    a payload  the piece, if it doesn't fit in the frame, as one message or as several parts
 
-The frame's tag is the sequence number alone, so frames of one call always meet and are compared; the payload's tag also hashes the
-operation and the size, so payloads that don't belong together never meet.
+Frames are tagged by the sequence number alone, so the frames of one call always meet, and are compared. The tag of a
+payload also hashes the operation and the size, so payloads that don't belong together never meet.
+
+Large pieces that must be summed arrive part by part in a small ring of scratch; a thread folds each part while it is in
+the cache and the next ones are on the wire. An all-reduce sends every folded part on at once, so its two rounds overlap.
 
 Invariants:
 
-- all receives are posted when the call is issued, so data moves while the caller computes;
-- nothing but the frames is buffered: a rank's scratch is one piece per peer, and only where pieces must be summed;
-- no message depends on the order in which handles are waited for.
+- receives are posted when the call is issued: data moves while the caller computes;
+- scratch is bounded: ``WINDOW * PART_BYTES`` for each peer, less for small pieces, and gone when the call is complete;
+- no progress depends on the order in which handles are waited for, so that order is free, on every rank for itself.
 
-A message that waits for a peer which has died ends with gloo's connection error, and becomes a ``CollectiveError`` naming the peer.
+A message from or to a peer that has died ends with gloo's connection error, and becomes a ``CollectiveError`` that names
+the peer.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import zlib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,8 +44,12 @@ from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.mesh import Axis
 from drivetrain.comm.reduction import Op, fold
 
-INLINE_BYTES: Final = 4096  # pieces up to this size travel in the frame: one message instead of two
-DIRECT_BYTES: Final = 1 << 16  # all-reduce: up to this size every rank sends all to all; one latency instead of two
+INLINE_BYTES: Final = 1 << 15  # pieces up to this size travel in the frame: one message instead of two
+DIRECT_BYTES: Final = 3 << 20  # an all-reduce in which each rank gets at most this sends all to all: one hop, not two
+PART_BYTES: Final = 1 << 20  # of a payload that is folded: fits a second-level cache, large beside a message's cost
+WINDOW: Final = 4  # parts on the wire from each peer
+
+_Message: TypeAlias = Callable[[list[torch.Tensor], int, int], dist.Work]  # (tensors, peer, tag)
 
 _HEADER: Final = struct.Struct("<qq32s16s")  # sequence number, bytes, operation, dtype
 _SEQUENCE_BITS: Final = 15  # calls in flight on one axis at once; the other 16 bits of a tag tell payloads apart
@@ -50,224 +61,252 @@ class Call:
 
     axis: Axis
     op: str
-    detail: str  # operation with its arguments ("all_reduce sum"), compared between ranks
+    detail: str  # the operation with its argument, as in "all_reduce sum"
     dtype: torch.dtype
 
-    def error(self, reason: str, peer: int | None = None) -> CollectiveError:
-        world_peer = None if peer is None else self.axis.ranks[peer]
+    def error(self, reason: str, peer: int) -> CollectiveError:
         rank = self.axis.world.rank
-        return CollectiveError(reason, op=self.op, axis=self.axis.name, rank=rank, peer=world_peer)
+        return CollectiveError(reason, op=self.op, axis=self.axis.name, rank=rank, peer=self.axis.ranks[peer])
 
 
 class Exchange:
-    """One round of messages: pieces to some peers, pieces from some peers. Pieces are contiguous and stay untouched until ``wait``."""
+    """One round of messages of one call. Pieces are contiguous bytes, and stay untouched until ``wait``."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._sequence = call.axis.next_sequence()
-        self._sends: list[tuple[int, dist.Work, torch.Tensor]] = []
-        self._frames: list[tuple[int, dist.Work, torch.Tensor, torch.Tensor]] = []
-        self._payloads: list[tuple[int, dist.Work, torch.Tensor]] = []
+        self._group = call.axis.group
+        self._headers: dict[int, torch.Tensor] = {}
+        # Work stands last, as CPython releases a tuple from its end: gloo lets go of memory before it is freed.
+        self._frames: list[tuple[int, int, torch.Tensor | None, torch.Tensor, dist.Work]] = []
+        self._received: list[tuple[int, torch.Tensor, dist.Work]] = []
+        self._sent: list[tuple[int, torch.Tensor, dist.Work]] = []
 
-    def receive(self, pieces: Mapping[int, torch.Tensor]) -> None:
-        """Post the receives of ``pieces``, by rank in the axis of who sends them."""
+    def receive(self, pieces: Mapping[int, torch.Tensor], *, part: int | None = None) -> None:
+        """Post the receives of pieces, by rank in the axis of who sends them; in messages of ``part`` bytes if given."""
         for peer, piece in pieces.items():
-            self._post_receive(peer, _bytes(piece))
+            raw = _bytes(piece)
+            nbytes = raw.numel()
+            if part is None and nbytes <= INLINE_BYTES:
+                self._frame(peer, nbytes, raw)
+                continue
+            self._frame(peer, nbytes)
+            for view in torch.split(raw, part or nbytes):
+                self._received.append((peer, view, self.receive_part(view, peer, nbytes)))
 
-    def send(self, pieces: Mapping[int, torch.Tensor]) -> None:
-        """Send ``pieces``, by rank in the axis of who gets them."""
+    def send(self, pieces: Mapping[int, torch.Tensor], *, part: int | None = None) -> None:
+        """Send pieces, by rank in the axis of who gets them; in messages of ``part`` bytes if given."""
         for peer, piece in pieces.items():
-            self._post_send(peer, _bytes(piece))
+            raw = _bytes(piece)
+            nbytes = raw.numel()
+            if part is None and nbytes <= INLINE_BYTES:
+                self._announce(peer, nbytes, raw)
+                continue
+            self._announce(peer, nbytes)
+            for view in torch.split(raw, part or nbytes):
+                self.send_part(view, peer, nbytes)
 
-    def received(self) -> None:
-        """Block until every piece has arrived."""
-        for peer, work, frame, piece in self._frames:
-            self._finish(work, peer)
-            self._check(peer, frame, piece.numel())
-            if 0 < piece.numel() <= INLINE_BYTES:
-                piece.copy_(frame[_HEADER.size : _HEADER.size + piece.numel()])
-        for peer, work, _ in self._payloads:
-            self._finish(work, peer)
-        self._frames, self._payloads = [], []
+    def expect(self, peer: int, nbytes: int) -> None:
+        """Post the receive of a piece's frame; its ``nbytes`` will be received part by part."""
+        self._frame(peer, nbytes)
+
+    def announce(self, peer: int, nbytes: int) -> None:
+        """Send a piece's frame; its ``nbytes`` will be sent part by part."""
+        self._announce(peer, nbytes)
+
+    def receive_part(self, part: torch.Tensor, peer: int, nbytes: int) -> dist.Work:
+        """Post the receive of the next part of a piece of ``nbytes``. Parts arrive in the order in which they are sent."""
+        return self._post(self._group.recv, _bytes(part), peer, self._tag(nbytes))
+
+    def send_part(self, part: torch.Tensor, peer: int, nbytes: int) -> None:
+        """Send the next part of a piece of ``nbytes``."""
+        raw = _bytes(part)
+        self._sent.append((peer, raw, self._post(self._group.send, raw, peer, self._tag(nbytes))))
+
+    def check(self) -> None:
+        """Block until every frame has come, and refuse the call if a peer issued another one."""
+        for peer, nbytes, inline, frame, work in self._frames:
+            self.finish(work, peer)
+            if not torch.equal(frame[: _HEADER.size], self._header(nbytes)):
+                raise self._mismatch(peer, frame, nbytes)
+            if inline is not None:
+                inline.copy_(frame[_HEADER.size : _HEADER.size + nbytes])
+        self._frames = []
 
     def wait(self) -> None:
-        """Block until every piece has arrived and every piece sent may be overwritten."""
-        self.received()
-        for peer, work, _ in self._sends:
-            self._finish(work, peer)
-        self._sends = []
+        """Block until every piece received is there, and every piece sent may be written again."""
+        self.check()
+        for peer, _, work in self._received:
+            self.finish(work, peer)
+        for peer, _, work in self._sent:
+            self.finish(work, peer)
+        self._received, self._sent = [], []
 
-    def _post_receive(self, peer: int, piece: torch.Tensor) -> None:
-        frame = torch.empty(_HEADER.size + INLINE_BYTES, dtype=torch.uint8)
-        self._frames.append((peer, self._irecv(frame, peer, self._tag()), frame, piece))
-        if piece.numel() > INLINE_BYTES:
-            self._payloads.append((peer, self._irecv(piece, peer, self._tag(piece.numel())), piece))
-
-    def _post_send(self, peer: int, piece: torch.Tensor) -> None:
-        header = self._header(piece.numel())
-        inline = 0 < piece.numel() <= INLINE_BYTES
-        frame = torch.cat([header, piece]) if inline else header
-        self._sends.append((peer, self._isend(frame, peer, self._tag()), frame))
-        if piece.numel() > INLINE_BYTES:
-            self._sends.append((peer, self._isend(piece, peer, self._tag(piece.numel())), piece))
-
-    def _irecv(self, piece: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        try:
-            return _made(dist.irecv(piece, group=self._call.axis.group, group_src=peer, tag=tag))
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
-
-    def _isend(self, piece: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        try:
-            return _made(dist.isend(piece, group=self._call.axis.group, group_dst=peer, tag=tag))
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
-
-    def _finish(self, work: dist.Work, peer: int) -> None:
+    def finish(self, work: dist.Work, peer: int) -> None:
+        """Block until one message is through."""
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost(peer, error) from error
 
-    def _lost(self, peer: int, error: RuntimeError) -> CollectiveError:
-        world_peer = self._call.axis.ranks[peer]
-        return self._call.error(
-            f"the connection to rank {world_peer} failed, or nothing came from it in time. Look at the output of rank {world_peer} first: "
-            f"it died, is stuck, or issued fewer collectives. gloo says: {error}",
-            peer,
-        )
+    def _frame(self, peer: int, nbytes: int, inline: torch.Tensor | None = None) -> None:
+        frame = torch.empty(_HEADER.size + INLINE_BYTES, dtype=torch.uint8)
+        self._frames.append((peer, nbytes, inline, frame, self._post(self._group.recv, frame, peer, self._tag())))
+
+    def _announce(self, peer: int, nbytes: int, inline: torch.Tensor | None = None) -> None:
+        header = self._header(nbytes)
+        frame = header if inline is None else torch.cat([header, inline])
+        self._sent.append((peer, frame, self._post(self._group.send, frame, peer, self._tag())))
+
+    def _post(self, method: _Message, raw: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        try:
+            return method([raw], peer, tag)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
 
     def _header(self, nbytes: int) -> torch.Tensor:
-        packed = _HEADER.pack(self._sequence, nbytes, self._call.detail.encode(), _dtype_name(self._call.dtype).encode())
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-    def _check(self, peer: int, frame: torch.Tensor, nbytes: int) -> None:
-        expected = self._header(nbytes)
-        if torch.equal(frame[: _HEADER.size], expected):
-            return
-        sequence, their_bytes, detail, dtype = _HEADER.unpack(bytes(frame[: _HEADER.size].tolist()))
-        theirs, their_dtype = detail.rstrip(b"\0").decode(errors="replace"), dtype.rstrip(b"\0").decode(errors="replace")
-        world_peer = self._call.axis.ranks[peer]
-        raise self._call.error(
-            f"the ranks issued different collectives. Number {self._sequence} on this axis is '{self._call.detail}' here, which takes {nbytes} bytes of "
-            f"{_dtype_name(self._call.dtype)} from rank {world_peer}; rank {world_peer} issued number {sequence}, '{theirs}', and sent {their_bytes} "
-            f"bytes of {their_dtype}. All ranks of an axis must issue the same collectives in the same order.",
-            peer,
-        )
+        if nbytes not in self._headers:
+            detail, dtype = self._call.detail.encode(), _dtype_name(self._call.dtype).encode()
+            packed = bytearray(_HEADER.pack(self._sequence, nbytes, detail, dtype))
+            self._headers[nbytes] = torch.frombuffer(packed, dtype=torch.uint8)
+        return self._headers[nbytes]
 
     def _tag(self, nbytes: int | None = None) -> int:
         number = (self._sequence % (1 << _SEQUENCE_BITS)) << 16
         if nbytes is None:
             return number
-        signature = f"{self._call.detail} {self._call.dtype} {nbytes}".encode()
-        return number | 1 + zlib.crc32(signature) % 0xFFFF
+        signature = f"{self._call.detail} {self._call.dtype} {nbytes}"
+        return number | 1 + zlib.crc32(signature.encode()) % 0xFFFF
 
+    def _lost(self, peer: int, error: RuntimeError) -> CollectiveError:
+        who = self._call.axis.ranks[peer]
+        return self._call.error(
+            f"the connection to rank {who} is gone, or nothing came from it in time. Look at the output of rank {who} "
+            f"first: it died, is stuck, or issued fewer collectives. gloo says: {error}",
+            peer,
+        )
 
-_PEER: Final = {dist.isend: "group_dst", dist.irecv: "group_src"}
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")[:16]
-
-
-def _peers(axis: Axis) -> list[int]:
-    """The other ranks, nearest above first, so that not all ranks send to the same one at the same time."""
-    return [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    def _mismatch(self, peer: int, frame: torch.Tensor, nbytes: int) -> CollectiveError:
+        sequence, their_bytes, *texts = _HEADER.unpack(bytes(frame[: _HEADER.size].tolist()))
+        their_call, their_dtype = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+        who = self._call.axis.ranks[peer]
+        return self._call.error(
+            f"the ranks issued different collectives. Here, number {self._sequence} on this axis is "
+            f"'{self._call.detail}', which takes {nbytes} bytes of {_dtype_name(self._call.dtype)} from rank {who}. "
+            f"Rank {who} issued '{their_call}' as number {sequence}, with {their_bytes} bytes of {their_dtype}. "
+            "All ranks of an axis must issue the same collectives on tensors of the same size, in the same order.",
+            peer,
+        )
 
 
 class Gather:
     """All-gather: every piece goes from its owner straight to its place in everybody's output."""
 
     def __init__(self, call: Call, output: torch.Tensor, shard: torch.Tensor) -> None:
-        places = _cut(output, call.axis.size)
+        places, axis = _cut(output, call.axis.size), call.axis
         self._exchange = Exchange(call)
-        self._exchange.receive({peer: places[peer] for peer in _peers(call.axis)})
-        self._exchange.send(dict.fromkeys(_peers(call.axis), shard))
-        if places[call.axis.rank].data_ptr() != shard.data_ptr():
-            places[call.axis.rank].copy_(shard)
+        self._exchange.receive({peer: places[peer] for peer in _peers(axis)})
+        self._exchange.send(dict.fromkeys(_peers(axis), shard))
+        if places[axis.rank].data_ptr() != shard.data_ptr():
+            places[axis.rank].copy_(shard)
 
     def wait(self) -> None:
         self._exchange.wait()
 
 
-class ReduceScatter:
-    """Reduce-scatter: every rank gets all ranks' pieces for it, and folds them in rank order."""
+class Fold:
+    """Every rank sends each peer a small piece, and folds what it gets, in rank order, when it is waited for.
 
-    def __init__(self, call: Call, output: torch.Tensor, input: torch.Tensor, op: Op) -> None:
-        pieces, peers = _cut(input, call.axis.size), _peers(call.axis)
-        self._output, self._op = output, op
-        self._parts = _landing(output, pieces[call.axis.rank], call.axis)
-        self._exchange = Exchange(call)
-        self._exchange.receive({peer: self._parts[peer] for peer in peers})
-        self._exchange.send({peer: pieces[peer] for peer in peers})
-
-    def wait(self) -> None:
-        self._exchange.received()
-        fold(self._output, self._parts, self._op)
-        self._parts = []
-        self._exchange.wait()
-
-
-class DirectAllReduce:
-    """All-reduce in one round: everybody sends all of it to everybody. Best for small tensors, and for two ranks at any size."""
-
-    def __init__(self, call: Call, tensor: torch.Tensor, op: Op) -> None:
-        peers = _peers(call.axis)
-        self._tensor, self._op = tensor, op
-        self._parts = _landing(tensor, tensor, call.axis)
-        self._exchange = Exchange(call)
-        self._exchange.receive({peer: self._parts[peer] for peer in peers})
-        self._exchange.send(dict.fromkeys(peers, tensor))
-
-    def wait(self) -> None:
-        self._exchange.wait()
-        fold(self._tensor, self._parts, self._op)
-        self._parts = []
-
-
-class ShardedAllReduce:
-    """All-reduce in two rounds: a reduce-scatter of one slice per rank, then an all-gather of the slices, in place.
-
-    The second round's receives are posted at once: a slice's owner can only send it after it has our piece of it, so it cannot arrive
-    while that piece is still being read. Its sends follow the sum, on a thread of this call, so that the rounds of several calls proceed
-    whatever the order in which their handles are waited for.
+    Pieces of different ranks may differ: one slice per rank for a reduce-scatter, or the whole tensor for an all-reduce
+    in one hop.
     """
 
-    def __init__(self, call: Call, tensor: torch.Tensor, op: Op) -> None:
-        slices, peers = list(tensor.tensor_split(call.axis.size)), _peers(call.axis)
-        self._own, self._op, self._peers = slices[call.axis.rank], op, peers
-        self._parts = _landing(self._own, self._own, call.axis)
-        self._reduce, self._gather = Exchange(call), Exchange(call)
-        self._reduce.receive({peer: self._parts[peer] for peer in peers})
-        self._gather.receive({peer: slices[peer] for peer in peers})
-        self._reduce.send({peer: slices[peer] for peer in peers})
+    def __init__(self, call: Call, output: torch.Tensor, pieces: list[torch.Tensor], op: Op) -> None:
+        axis = call.axis
+        scratch = iter(output.new_empty(axis.size - 1, output.numel()).unbind())
+        self._parts = [pieces[rank] if rank == axis.rank else next(scratch) for rank in range(axis.size)]
+        self._output, self._op = output, op
+        self._exchange = Exchange(call)
+        self._exchange.receive({peer: self._parts[peer] for peer in _peers(axis)})
+        self._exchange.send({peer: pieces[peer] for peer in _peers(axis)})
+
+    def wait(self) -> None:
+        self._exchange.wait()
+        fold(self._output, self._parts, self._op)
+        self._parts = []
+
+
+class StreamedFold:
+    """As ``Fold``, for large pieces: folded part by part, on a thread, as the parts arrive.
+
+    With ``spread`` this is an all-reduce: ``pieces`` are slices of one tensor, ``output`` is this rank's own, and every
+    part of it is sent to all peers as soon as it is folded. Their parts are received straight into the slices that are
+    sent to them: a peer can only send a folded part after ours has arrived there, so none is overwritten too early.
+    """
+
+    def __init__(self, call: Call, output: torch.Tensor, pieces: list[torch.Tensor], op: Op, *, spread: bool) -> None:
+        self._axis, self._op, self._output, self._own = call.axis, op, output, pieces[call.axis.rank]
+        self._peers, self._length = _peers(call.axis), PART_BYTES // output.element_size()
+        theirs = {peer: pieces[peer] for peer in self._peers}
+        self._collect, self._spread = Exchange(call), Exchange(call) if spread else None
+        self._ring = self._make_ring()
+        self._posted = deque(self._post(number) for number in range(len(self._ring)))
+        for peer in self._peers:
+            self._collect.expect(peer, _nbytes(output))
+        if self._spread is not None:
+            self._spread.receive(theirs, part=PART_BYTES)
+            for peer in self._peers:
+                self._spread.announce(peer, _nbytes(output))
+        self._collect.send(theirs, part=PART_BYTES)
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._advance, name=f"all_reduce on {call.axis.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{call.op} on {call.axis.name}", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        self._reduce.wait()
-        self._gather.wait()
+        self._collect.wait()
+        if self._spread is not None:
+            self._spread.wait()
 
-    def _advance(self) -> None:
+    def _make_ring(self) -> list[dict[int, torch.Tensor]]:
+        slots = min(WINDOW, math.ceil(self._output.numel() / self._length))
+        size = min(self._length, self._output.numel())
+        scratch = self._output.new_empty(slots, len(self._peers), size)
+        return [dict(zip(self._peers, slot.unbind(), strict=True)) for slot in scratch]
+
+    def _post(self, number: int) -> list[tuple[int, dist.Work]]:
+        """Receive all peers' parts of this number in the slot of the ring that is theirs."""
+        size = min(self._length, self._output.numel() - number * self._length)
+        slot, nbytes = self._ring[number % len(self._ring)], _nbytes(self._output)
+        return [(peer, self._collect.receive_part(room[:size], peer, nbytes)) for peer, room in slot.items()]
+
+    def _run(self) -> None:
         try:
-            self._reduce.received()
-            fold(self._own, self._parts, self._op)
-            self._parts = []
-            self._gather.send(dict.fromkeys(self._peers, self._own))
+            self._collect.check()
+            outputs, owns = (torch.split(t, self._length) for t in (self._output, self._own))
+            for number, (output, own) in enumerate(zip(outputs, owns, strict=True)):
+                self._fold_part(number, output, own)
+                if number + len(self._ring) < len(outputs):
+                    self._posted.append(self._post(number + len(self._ring)))
+                if self._spread is not None:
+                    for peer in self._peers:
+                        self._spread.send_part(output, peer, _nbytes(self._output))
+            self._ring = []
         except BaseException as error:
             self._error = error
 
+    def _fold_part(self, number: int, output: torch.Tensor, own: torch.Tensor) -> None:
+        for peer, work in self._posted.popleft():
+            self._collect.finish(work, peer)
+        slot, size = self._ring[number % len(self._ring)], own.numel()
+        parts = [own if rank == self._axis.rank else slot[rank][:size] for rank in range(self._axis.size)]
+        fold(output, parts, self._op)
+
 
 class Broadcast:
-    """Broadcast: the source sends all of it to everybody. Its link carries n - 1 copies, which is fine for what gloo is used for."""
+    """Broadcast: the source sends all of it to everybody. Its link carries n - 1 copies: right for gloo's few ranks."""
 
     def __init__(self, call: Call, tensor: torch.Tensor, src: int) -> None:
         self._exchange = Exchange(call)
@@ -294,34 +333,25 @@ class AllToAll:
         self._exchange.wait()
 
 
-def all_reduce(call: Call, tensor: torch.Tensor, op: Op) -> DirectAllReduce | ShardedAllReduce:
-    """The faster of the two all-reduces. Their results are the same to the bit."""
-    nbytes = tensor.numel() * tensor.element_size()
-    direct = call.axis.size == 2 or nbytes <= DIRECT_BYTES
-    return DirectAllReduce(call, tensor, op) if direct else ShardedAllReduce(call, tensor, op)
+def all_reduce(call: Call, tensor: torch.Tensor, op: Op) -> Fold | StreamedFold:
+    """The faster all-reduce for the size. The results are the same to the bit."""
+    size = call.axis.size
+    if _nbytes(tensor) * (size - 1) <= DIRECT_BYTES or tensor.numel() < size:
+        return Fold(call, tensor, [tensor] * size, op)
+    slices = list(tensor.tensor_split(size))
+    return StreamedFold(call, slices[call.axis.rank], slices, op, spread=True)
 
 
-def _landing(output: torch.Tensor, own: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
-    """Where the pieces of all ranks are when they are folded into ``output``, by rank.
-
-    The own piece stays where it is. One peer's piece lands in ``output`` itself, unless the own piece is there; the others in scratch.
-    """
-    peers, length = _peers(axis), output.numel()
-    free = output.data_ptr() != own.data_ptr()
-    places = len(peers) - free
-    rooms = [output] * free + _cut(output.new_empty(places * length), places)
-    parts = dict(zip(peers, rooms, strict=True))
-    return [own if rank == axis.rank else parts[rank] for rank in range(axis.size)]
-
-
-def _made(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("this process is not in the axis' process group")
-    return work
+def reduce_scatter(call: Call, output: torch.Tensor, input: torch.Tensor, op: Op) -> Fold | StreamedFold:
+    """The faster reduce-scatter for the size. The results are the same to the bit."""
+    pieces = _cut(input, call.axis.size)
+    if _nbytes(output) <= PART_BYTES:
+        return Fold(call, output, pieces, op)
+    return StreamedFold(call, output, pieces, op, spread=False)
 
 
 def _cut(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-    length = tensor.numel() // max(count, 1)
+    length = tensor.numel() // count
     return [tensor[i * length : (i + 1) * length] for i in range(count)]
 
 
@@ -332,6 +362,10 @@ def _peers(axis: Axis) -> list[int]:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -165,15 +165,18 @@ class Mesh:
     def _make_group(
         self, groups: list[tuple[int, ...]], mine: tuple[int, ...], name: str, channel: str
     ) -> dist.ProcessGroup:
-        world = dist.group.WORLD
+        world: dist.ProcessGroup | None = dist.group.WORLD
         if world is None:
             raise RuntimeError(f"axis '{name}': no process group is running. Call drivetrain.comm.init() before Mesh.create().")
         if self.world.size == 1 or (len(groups) == 1 and channel == "main" and self.world.backend != "gloo"):
             return world  # on gloo our point-to-point tags must not meet those of other users of the world's group
         description = f"{name}:{channel}"
         if len(mine) == 1:
-            return dist.new_group(list(mine), backend="gloo", use_local_synchronization=True, group_desc=description)
-        found = None
+            alone: dist.ProcessGroup = dist.new_group(
+                list(mine), backend="gloo", use_local_synchronization=True, group_desc=description
+            )
+            return alone
+        found: dist.ProcessGroup | None = None
         for ranks in groups:
             made = dist.new_group(
                 list(ranks), timeout=self.world.timeout, backend=self.world.backend, group_desc=description

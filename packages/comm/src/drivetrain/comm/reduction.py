@@ -15,7 +15,9 @@ import torch
 
 Op: TypeAlias = Literal["sum", "mean", "max", "min"]
 
-_BLOCK: Final = 1 << 16  # elements: 256 KiB of fp32, half of a small second-level cache
+# Elements. Small enough for a cache, and below the 32768 from which torch would share one operation among its threads: folding
+# may run beside a computation that uses them.
+_BLOCK: Final = 28672
 
 _COMBINE: Final[dict[Op, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
@@ -38,27 +40,38 @@ def check_op(op: str, dtype: torch.dtype, allowed: Sequence[str]) -> None:
 
 
 def fold(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Op) -> None:
-    """Write the reduction of ``parts`` (in this order) to ``out``. All are 1-D, of one dtype and length; ``out`` may be one of the parts."""
-    combine = _COMBINE[op]
-    narrow = out.dtype in (torch.float16, torch.bfloat16)
-    if len(parts) == 2 and op != "mean":
-        combine(parts[0], parts[1], out=out)  # two narrow floats: torch adds them in fp32 and rounds once, as below
+    """Write the reduction of ``parts``, in this order, to ``out``.
+
+    All are 1-D, of one dtype and length; ``out`` may be one of the parts, but may not overlap one otherwise.
+    """
+    if out.numel() == 0:
         return
-    if narrow and op in ("sum", "mean"):
-        _fold_blocks(out, parts, op, torch.float32)
+    narrow = out.dtype in (torch.float16, torch.bfloat16) and op in ("sum", "mean")
+    # Two narrow floats are added by torch in fp32 and rounded once, which is the definition: they need no accumulator.
+    fold_block = _fold_wide if narrow and (op == "mean" or len(parts) > 2) else _fold
+    dtype = torch.float32 if fold_block is _fold_wide else out.dtype
+    accumulator = torch.empty(min(_BLOCK, out.numel()), dtype=dtype, device=out.device)
+    if out.numel() <= _BLOCK:
+        fold_block(out, parts, op, accumulator)
+        return
+    for out_block, *blocks in zip(*(torch.split(t, _BLOCK) for t in (out, *parts)), strict=True):
+        fold_block(out_block, blocks, op, accumulator[: out_block.numel()])
+
+
+def _fold(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Op, accumulator: torch.Tensor) -> None:
+    combine, total = _COMBINE[op], parts[0]
+    for part in parts[1:-1]:
+        total = combine(total, part, out=accumulator)
+    if op == "mean":
+        torch.div(combine(total, parts[-1], out=accumulator), len(parts), out=out)
     else:
-        _fold_blocks(out, parts, op, out.dtype)
+        combine(total, parts[-1], out=out)
 
 
-def _fold_blocks(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Op, dtype: torch.dtype) -> None:
-    combine, length = _COMBINE[op], out.numel()
-    scratch = torch.empty(min(_BLOCK, length), dtype=dtype, device=out.device)
-    for start in range(0, length, _BLOCK):
-        size = min(_BLOCK, length - start)
-        accumulator = scratch[:size]
-        accumulator.copy_(parts[0][start : start + size])
-        for part in parts[1:]:
-            combine(accumulator, part[start : start + size], out=accumulator)
-        if op == "mean":
-            accumulator.div_(len(parts))
-        out[start : start + size].copy_(accumulator)
+def _fold_wide(out: torch.Tensor, parts: Sequence[torch.Tensor], op: Op, accumulator: torch.Tensor) -> None:
+    accumulator.copy_(parts[0])
+    for part in parts[1:]:
+        accumulator.add_(part)
+    if op == "mean":
+        accumulator.div_(len(parts))
+    out.copy_(accumulator)

@@ -173,9 +173,9 @@ def _join(world: World) -> None:
     if world.backend == "gloo" and (world.size == 1 or os.environ.get("MASTER_ADDR") in _LOOPBACK):
         _stay_on_loopback()
     if world.size == 1:
-        dist.init_process_group(
-            world.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=world.timeout, device_id=device_id
-        )
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch documents it, but doesn't export it by name
+        name, wait = world.backend, world.timeout
+        dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=wait, device_id=device_id)
         return
     try:
         dist.init_process_group(world.backend, init_method="env://", timeout=world.timeout, device_id=device_id)
