@@ -18,8 +18,8 @@ namespace {
 constexpr int kRegs = static_cast<int>(kGroup) / V::width;
 using Reg = V::Reg;
 
-// The hardware prefetchers stop at the end of each page; a step reads four streams and meets that end in all of them at once. Asking this far
-// ahead (in elements) carries them over. Past the end of a buffer it does nothing.
+// The hardware prefetchers stop at the end of each page, and a step meets that end in all of its streams at once. Asking this far ahead
+// (in elements) carries them over. Past the end of a buffer it does nothing.
 constexpr std::size_t kAhead = 256;
 
 template <int kForWriting>
