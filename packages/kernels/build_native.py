@@ -1,6 +1,7 @@
 """Compile the native core with the system's C++ compiler.
 
-    python build_native.py      in place, for development: src/drivetrain/kernels/_native.<tag>.so, ignored by git
+    python build_native.py                  in place, for development: src/drivetrain/kernels/_native.<tag>.so
+    python build_native.py --check thread   the C++ tests under a sanitizer (address, undefined, thread, or none)
 
 A wheel's build hook (hatch_build.py) calls `build` too. Needs a C++17 compiler (`CXX`, else c++, g++ or clang++) and
 pybind11; torch is not needed and not looked at. Each instruction set is its own translation unit with its own flags;
@@ -79,7 +80,7 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(
-            f"the compiler failed (exit status {done.returncode}):\n{' '.join(command)}\n{done.stdout}{done.stderr}"
+            f"a command failed (exit status {done.returncode}):\n{' '.join(command)}\n{done.stdout}{done.stderr}"
         )
     if done.stderr:
         sys.stderr.write(done.stderr)
@@ -149,15 +150,44 @@ def build(output: Path, *, scratch: Path | None = None, extra: tuple[str, ...] =
     return extension
 
 
+def check(sanitizer: str) -> None:
+    """Compile the C++ tests of the core with a sanitizer ("none" for without) and run them."""
+    compiler = find_compiler()
+    scratch = ROOT / "build" / f"check-{sanitizer}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    flags = [] if sanitizer == "none" else [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
+    sources = [*sorted(SOURCES.glob("core/*.cpp")), SOURCES / "tests" / "core_test.cpp"]
+
+    def compile_one(source: Path) -> Path:
+        target = scratch / (source.stem + ".o")
+        own = scratch / source.stem
+        own.mkdir(exist_ok=True)
+        options = [*COMMON, "-O1", "-g", *_flags(source, compiler, own), *flags, f"-I{SOURCES}"]
+        _run([*compiler, *options, "-c", str(source), "-o", str(target)])
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        objects = list(pool.map(compile_one, sources))
+    program = scratch / "run_tests"
+    _run([*compiler, "-pthread", *flags, *map(str, objects), "-o", str(program)])
+    _run([str(program)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compile the native core of drivetrain-kernels.")
     default = ROOT / "src" / "drivetrain" / "kernels"
     parser.add_argument("--output", type=Path, default=default, help="folder for the extension (default: %(default)s)")
+    sanitizers = ("none", "address", "undefined", "thread")
+    parser.add_argument("--check", choices=sanitizers, help="run the C++ tests under this sanitizer instead")
+    options = parser.parse_args()
     try:
-        built = build(parser.parse_args().output)
+        if options.check is not None:
+            check(options.check)
+            sys.stdout.write(f"the C++ tests pass (sanitizer: {options.check})\n")
+        else:
+            sys.stdout.write(f"{build(options.output)}\n")
     except BuildError as error:
         sys.exit(str(error))
-    sys.stdout.write(f"{built}\n")
 
 
 if __name__ == "__main__":

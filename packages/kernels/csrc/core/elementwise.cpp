@@ -85,6 +85,7 @@ private:
 }  // namespace
 
 void convert(const KernelTable& table, const void* from, Dtype from_dtype, void* to, Dtype to_dtype, std::size_t count) {
+    if (count == 0) return;  // an empty tensor may have no address at all
     if (from_dtype == to_dtype) {
         std::memcpy(to, from, count * size_of(from_dtype));
     } else if (from_dtype == Dtype::f32) {

@@ -18,13 +18,21 @@ namespace {
 constexpr int kRegs = static_cast<int>(kGroup) / V::width;
 using Reg = V::Reg;
 
-// The hardware prefetchers stop at the end of each page; a step reads four streams and meets that end in all of them at once. Asking this far
-// ahead (in elements) carries them over. Past the end of a buffer it does nothing.
+// The hardware prefetchers stop at the end of each page, and a step meets that end in all of its streams at once. Asking this far ahead
+// (in elements) carries them over. Past the end of a buffer it does nothing.
 constexpr std::size_t kAhead = 256;
 
 template <int kForWriting>
 void prefetch(const float* here) {
     __builtin_prefetch(reinterpret_cast<const char*>(here) + kAhead * sizeof(float), kForWriting);
+}
+
+// Conversions work in bursts of one block (elementwise.cpp), with the step itself between: they ask for the next block.
+constexpr std::size_t kNextBlock = 1024;
+
+template <int kForWriting, typename Element>
+void prefetch_next(const Element* here) {
+    __builtin_prefetch(reinterpret_cast<const char*>(here) + kNextBlock * sizeof(Element), kForWriting);
 }
 
 template <bool kL2, bool kAmsgrad>
@@ -223,25 +231,37 @@ void square_block(float* const* s, std::size_t count, std::size_t, const void* s
 
 void all_bf16_to_f32(const std::uint16_t* from, float* to, std::size_t count) {
     std::size_t i = 0;
-    for (; i + V::width <= count; i += V::width) V::store(to + i, V::bf16_load(from + i));
+    for (; i + V::width <= count; i += V::width) {
+        prefetch_next<0>(from + i);
+        V::store(to + i, V::bf16_load(from + i));
+    }
     for (; i < count; ++i) to[i] = one_bf16_to_f32(from[i]);
 }
 
 void all_f32_to_bf16(const float* from, std::uint16_t* to, std::size_t count) {
     std::size_t i = 0;
-    for (; i + V::width <= count; i += V::width) V::bf16_store(to + i, V::load(from + i));
+    for (; i + V::width <= count; i += V::width) {
+        prefetch_next<1>(to + i);
+        V::bf16_store(to + i, V::load(from + i));
+    }
     for (; i < count; ++i) to[i] = one_f32_to_bf16(from[i]);
 }
 
 void all_f16_to_f32(const std::uint16_t* from, float* to, std::size_t count) {
     std::size_t i = 0;
-    for (; i + V::width <= count; i += V::width) V::store(to + i, V::f16_load(from + i));
+    for (; i + V::width <= count; i += V::width) {
+        prefetch_next<0>(from + i);
+        V::store(to + i, V::f16_load(from + i));
+    }
     for (; i < count; ++i) to[i] = one_f16_to_f32(from[i]);
 }
 
 void all_f32_to_f16(const float* from, std::uint16_t* to, std::size_t count) {
     std::size_t i = 0;
-    for (; i + V::width <= count; i += V::width) V::f16_store(to + i, V::load(from + i));
+    for (; i + V::width <= count; i += V::width) {
+        prefetch_next<1>(to + i);
+        V::f16_store(to + i, V::load(from + i));
+    }
     for (; i < count; ++i) to[i] = one_f32_to_f16(from[i]);
 }
 

@@ -1,0 +1,155 @@
+// Tests of the core without Python, made for the sanitizers: buffers are exactly as long as they must be, pools are made and destroyed, and
+// several threads call at once. `python build_native.py --check thread` (or address, undefined, none) compiles and runs it.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/cpu.h"
+#include "core/elementwise.h"
+#include "core/pool.h"
+#include "core/steps.h"
+
+using namespace drivetrain;
+
+namespace {
+
+void require(bool condition, const std::string& what) {
+    if (condition) return;
+    std::fprintf(stderr, "failed: %s\n", what.c_str());
+    std::exit(1);
+}
+
+// An operand of its own heap blocks, one per tensor, of exactly the needed bytes.
+class Buffers {
+public:
+    Buffers(const std::vector<std::int64_t>& counts, Dtype dtype, unsigned seed) {
+        for (const std::int64_t count : counts) {
+            const auto size = static_cast<std::size_t>(count);
+            blocks_.push_back(std::make_unique<char[]>(size * size_of(dtype)));
+            std::vector<float> values(size);
+            for (float& value : values) {
+                seed = seed * 1664525u + 1013904223u;
+                value = static_cast<float>(seed >> 8) / 16777216.0f + 0.01f;
+            }
+            convert(kernels(), values.data(), Dtype::f32, blocks_.back().get(), dtype, size);
+            operand.addresses.push_back(reinterpret_cast<std::uintptr_t>(blocks_.back().get()));
+            operand.dtypes.push_back(dtype);
+            bytes_.push_back(size * size_of(dtype));
+        }
+    }
+
+    bool same(const Buffers& other) const {
+        for (std::size_t k = 0; k < blocks_.size(); ++k) {
+            if (std::memcmp(blocks_[k].get(), other.blocks_[k].get(), bytes_[k]) != 0) return false;
+        }
+        return true;
+    }
+
+    Operand operand;
+
+private:
+    std::vector<std::unique_ptr<char[]>> blocks_;
+    std::vector<std::size_t> bytes_;
+};
+
+const std::vector<std::int64_t> kCounts{0, 1, 5, 15, 16, 17, 123, 1023, 1025, 4097, 70001};
+
+// All steps over the same inputs with the tables in use; returns what they wrote.
+std::vector<std::unique_ptr<Buffers>> run_steps(Dtype param, Dtype grad, Dtype state, int threads) {
+    std::vector<std::unique_ptr<Buffers>> all;
+    const Dtype dtypes[] = {param, grad, state, state, state};
+    for (unsigned k = 0; k < 5; ++k) all.push_back(std::make_unique<Buffers>(kCounts, dtypes[k], k + 1));
+    all.push_back(std::make_unique<Buffers>(kCounts, Dtype::bf16, 9));
+    const auto pick = [&](std::initializer_list<int> streams) {
+        Operands operands;
+        operands.counts = kCounts;
+        for (const int k : streams) operands.streams.push_back(all[static_cast<std::size_t>(k)]->operand);
+        operands.copy = all[5]->operand;
+        return operands;
+    };
+    const AdamStep adam{0.1, 0.9, 0.99, 1e-6, 0.1, 0.271, 0.0297, true, 0.5};
+    AdamStep coupled = adam;
+    coupled.decoupled = false;
+    adam_step(adam, pick({0, 1, 2, 3}), threads);
+    adam_step(coupled, pick({0, 1, 2, 3, 4}), threads);
+    adam_rollback(adam, pick({0, 1, 2, 3}), threads);
+    lion_step({0.1, 0.9, 0.99, 0.1, 0.5}, pick({0, 1, 2}), threads);
+    adagrad_step({0.1, 1e-10, 0.1, 0.5}, pick({0, 1, 3}), threads);
+    sgd_step({0.1, 0.9, 0.1, 0.1, false, false, 0.5}, pick({0, 1, 2}), threads);
+    const LambStep lamb{0.1, 0.9, 0.99, 1e-6, 0.1, 0.271, 0.0297, false, 0.5};
+    const std::vector<double> norms = lamb_moments(lamb, pick({0, 1, 2, 3}), threads);
+    require(norms.size() == 2 * kCounts.size() && norms[0] == 0.0 && norms[2] > 0.0, "norms of LAMB");
+    lamb_apply(lamb, std::vector<double>(kCounts.size(), 0.5), pick({0, 2, 3}), threads);
+    require(unscale(0.5, pick({1}), threads) == sum_of_squares(1.0, pick({1}), threads) || grad != Dtype::f32, "sums");
+    return all;
+}
+
+void test_steps_agree() {
+    for (const Dtype param : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+        for (const Dtype state : {Dtype::f32, Dtype::bf16}) {
+            choose_kernels("baseline");
+            const auto expected = run_steps(param, param, state, 1);
+            for (const KernelTable* table : usable_kernels()) {
+                choose_kernels(table->name);
+                for (const int threads : {1, 3}) {
+                    const auto found = run_steps(param, param, state, threads);
+                    for (std::size_t k = 0; k < found.size(); ++k) {
+                        require(found[k]->same(*expected[k]), std::string("bits of ") + table->name + ", stream " + std::to_string(k));
+                    }
+                }
+            }
+        }
+    }
+}
+
+void test_casts() {
+    for (const KernelTable* table : usable_kernels()) {
+        choose_kernels(table->name);
+        for (const Dtype from : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+            for (const Dtype to : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+                const Buffers source(kCounts, from, 1), target(kCounts, to, 2);
+                cast(kCounts, source.operand, target.operand, 2);
+            }
+        }
+    }
+}
+
+void test_pool() {
+    for (int repeat = 0; repeat < 50; ++repeat) {
+        Pool pool;
+        for (const int threads : {1, 2, 4, 3}) {
+            for (const std::size_t pieces : {std::size_t{0}, std::size_t{1}, std::size_t{2}, std::size_t{100}}) {
+                std::vector<int> visits(pieces, 0);  // plain ints: each piece belongs to one thread
+                pool.run(pieces, threads, [&](std::size_t piece) { ++visits[piece]; });
+                for (const int count : visits) require(count == 1, "every piece once");
+            }
+        }
+    }
+    Pool pool;
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 4; ++caller) {
+        callers.emplace_back([&pool] {
+            for (int repeat = 0; repeat < 200; ++repeat) {
+                std::vector<int> visits(20, 0);
+                pool.run(visits.size(), 3, [&](std::size_t piece) { ++visits[piece]; });
+                for (const int count : visits) require(count == 1, "every piece once, from several callers");
+            }
+        });
+    }
+    for (std::thread& caller : callers) caller.join();
+}
+
+}  // namespace
+
+int main() {
+    test_pool();
+    test_casts();
+    test_steps_agree();
+    std::puts("ok");
+    return 0;
+}
