@@ -9,7 +9,7 @@ Bandwidth is what limits these steps. "of stream" is the time of a plain in-plac
 the step must read and write at least, over the time of the step: 1.0 means that the step moves memory as fast as the
 machine does.
 
-    python benchmarks/kernels/run.py [--elements 50e6] [--rounds 15] [--threads N] [--json FILE]
+    python benchmarks/kernels/run.py [--elements 50e6] [--rounds 15] [--threads N] [--only CASE ...] [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -276,12 +277,25 @@ def report(case: Case, rounds: int, pause: float) -> list[dict[str, Any]]:
     return rows
 
 
+CASES: Mapping[str, Callable[[int], Case]] = MappingProxyType(
+    {
+        "step": step_case,
+        "low-states": low_state_case,
+        "whole-step": whole_step_case,
+        "adagrad": adagrad_case,
+        "lion": lion_case,
+        "lamb": lamb_case,
+    }
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host optimizer steps beside torch's, in one run.")
     parser.add_argument("--elements", type=lambda text: int(float(text)), default=50_000_000)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None, help="for torch and the native core alike")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds before each timing")
+    parser.add_argument("--only", nargs="*", choices=sorted(CASES), default=list(CASES), help="which cases to run")
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -302,8 +316,8 @@ def main() -> None:
     for key, value in machine.items():
         print(f"{key}: {value}")
     rows: list[dict[str, Any]] = []
-    for make in (step_case, low_state_case, whole_step_case, adagrad_case, lion_case, lamb_case):
-        rows += report(make(options.elements), options.rounds, options.pause)
+    for name in options.only:
+        rows += report(CASES[name](options.elements), options.rounds, options.pause)
     machine["load_average_after"] = os.getloadavg()[0]
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

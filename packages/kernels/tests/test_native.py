@@ -281,7 +281,7 @@ def test_what_the_core_has_no_loops_for_takes_plain_torch() -> None:
         ),
         (
             lambda: native.lion_step([torch.ones(3)], [], [torch.ones(3)], rule=LION),
-            "lion_step: 0 tensors for grads, but 1 for params; the lists must be parallel",
+            "lion_step: 0 grads for 1 params; the lists must be parallel",
         ),
         (
             lambda: native.sum_of_squares([torch.ones(3, device="meta")]),
@@ -289,7 +289,7 @@ def test_what_the_core_has_no_loops_for_takes_plain_torch() -> None:
         ),
         (
             lambda: native.lion_step([torch.ones(1)], [torch.ones(1)], [torch.ones(1)], rule=LION, copies=[]),
-            "lion_step: 0 copies for 1 tensors",
+            "lion_step: 0 copies for 1 params",
         ),
         (
             lambda: native.lamb_apply(

@@ -45,9 +45,11 @@ public:
     void run(const Piece& piece, double* lanes) const {
         Stage stage;
         const void* scalars = loop_.scalars[loop_.scalars.size() == 1 ? 0 : piece.tensor];
-        for (std::size_t done = 0; done < piece.count; done += kBlock) {
-            const std::size_t valid = std::min(kBlock, piece.count - done);
+        for (std::size_t done = 0; done < piece.count;) {
+            std::size_t valid = std::min(kBlock, piece.count - done);
+            if (valid > kGroup) valid = valid / kGroup * kGroup;  // whole groups in place; only the odd end is staged
             run_block(piece.tensor, piece.start + done, valid, scalars, stage, lanes);
+            done += valid;
         }
     }
 

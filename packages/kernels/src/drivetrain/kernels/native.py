@@ -55,58 +55,57 @@ class _Plan:
     rest: list[int]
 
 
-def _serves(tensor: Tensor) -> bool:
-    return tensor.dtype in _CODES and tensor.is_contiguous()
+Column = Sequence[Tensor | None]
 
 
-def _check(op: str, role: str, index: int, tensor: Tensor, count: int) -> None:
-    if not tensor.is_cpu:
-        raise ValueError(
-            f"{op}: {role} {index} lies on {tensor.device}; this op works in host memory, move it to the CPU"
-        )
-    if tensor.numel() != count:
-        raise ValueError(f"{op}: {role} {index} has {tensor.numel()} elements, but its first operand has {count}")
+def _check(op: str, role: str, column: Column, counts: Sequence[int], first: str) -> None:
+    """Refuse what the core must never see. Columns with None in them are copies: None asks for none."""
+    if len(column) != len(counts):
+        raise ValueError(f"{op}: {len(column)} {role} for {len(counts)} {first}; the lists must be parallel")
+    if all(t is None or (t.is_cpu and t.numel() == count) for t, count in zip(column, counts, strict=True)):
+        return
+    for index, (tensor, count) in enumerate(zip(column, counts, strict=True)):
+        if tensor is not None and not tensor.is_cpu:
+            raise ValueError(
+                f"{op}: {role} {index} lies on {tensor.device}; this op works in host memory, move it there"
+            )
+        if tensor is not None and tensor.numel() != count:
+            raise ValueError(f"{op}: {role} {index} has {tensor.numel()} elements, but its first operand has {count}")
+
+
+def _unserved(column: Column) -> set[int]:
+    """Places of the tensors that the core has no loops for."""
+    return {index for index, t in enumerate(column) if t is not None and not (t.dtype in _CODES and t.is_contiguous())}
+
+
+def _addresses(column: Column) -> tuple[list[int], list[int]]:
+    return (
+        [0 if t is None else t.data_ptr() for t in column],
+        [0 if t is None else _CODES[t.dtype] for t in column],
+    )
 
 
 def _plan(op: str, streams: Mapping[str, Sequence[Tensor]], copies: Copies = None) -> _Plan:
     """Check everything, then take addresses. The first stream is the one that autograd may have saved."""
-    names, columns = list(streams), list(streams.values())
-    tensors = len(columns[0])
-    for name, column in streams.items():
-        if len(column) != tensors:
-            raise ValueError(
-                f"{op}: {len(column)} tensors for {name}, but {tensors} for {names[0]}; the lists must be parallel"
-            )
-    if copies is not None and len(copies) != tensors:
-        raise ValueError(f"{op}: {len(copies)} copies for {tensors} tensors; the lists must be parallel")
-    native: list[int] = []
-    rest: list[int] = []
-    for index in range(tensors):
-        count = columns[0][index].numel()
-        served = True
-        for name, column in zip(names, columns, strict=True):
-            _check(op, name, index, column[index], count)
-            served = served and _serves(column[index])
-        copy = None if copies is None else copies[index]
-        if copy is not None:
-            _check(op, "copy", index, copy, count)
-            served = served and _serves(copy)
-        (native if served else rest).append(index)
-    chosen = [[column[index] for index in native] for column in columns] if rest else columns
-    addresses = [([t.data_ptr() for t in column], [_CODES[t.dtype] for t in column]) for column in chosen]
-    copy_column: tuple[list[int], list[int]] = ([], [])
+    first, leading = next(iter(streams.items()))
+    counts = [t.numel() for t in leading]
+    roles: dict[str, Column] = dict(streams)
     if copies is not None:
-        picked = [copies[index] for index in native]
-        copy_column = (
-            [0 if t is None else t.data_ptr() for t in picked],
-            [0 if t is None else _CODES[t.dtype] for t in picked],
-        )
+        roles["copies"] = copies
+    unserved: set[int] = set()
+    for role, column in roles.items():
+        _check(op, role, column, counts, first)
+        unserved |= _unserved(column)
+    native = [index for index in range(len(counts)) if index not in unserved]
+    if unserved:
+        roles = {role: _pick(column, native) for role, column in roles.items()}
+        counts = _pick(counts, native)
     # The core writes behind autograd's back: tell it, so that a stale saved parameter is noticed in a later backward.
-    torch.autograd.graph.increment_version([t for t in chosen[0] if t.requires_grad])
-    counts = [t.numel() for t in chosen[0]]
-    return _Plan(
-        operands=_core().Operands(counts=counts, streams=addresses, copy=copy_column), native=native, rest=rest
-    )
+    torch.autograd.graph.increment_version([t for t in roles[first] if t is not None and t.requires_grad])
+    copy = _addresses(roles.pop("copies", ()))
+    addresses = [_addresses(column) for column in roles.values()]
+    operands = _core().Operands(counts=counts, streams=addresses, copy=copy)
+    return _Plan(operands=operands, native=native, rest=sorted(unserved))
 
 
 def _pick(column: Sequence[Any], places: Sequence[int]) -> list[Any]:

@@ -45,6 +45,15 @@ class Batch(Generic[Rule]):
     grads: list[Tensor] = field(default_factory=list)
     states: dict[str, list[Tensor]] = field(default_factory=dict)
 
+    def add(self, place: int, param: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Take one more parameter along."""
+        self.places.append(place)
+        self.params.append(param)
+        self.grads.append(grad)
+        for name, value in state.items():
+            if name != "step":
+                self.states.setdefault(name, []).append(value)
+
     def copies_of(self, copies: Copies | None) -> list[Tensor | None] | None:
         """The targets in `copies` for this batch's parameters, or None if there are none at all."""
         return None if not copies else [copies.get(param) for param in self.params]
@@ -82,10 +91,12 @@ class PreciseStateOptimizer(Optimizer):
                 device = value.device if name == "step" else param.device
                 self.state[param][name] = torch.empty_like(value, dtype=dtype, device=device).copy_(value)
 
-    def gradient_of(self, param: Tensor) -> Tensor | None:
-        """`param.grad`, refusing what no implementation handles."""
+    def gradient_of(self, param: Tensor) -> Tensor:
+        """`param.grad`, which must be there, refusing what no implementation handles."""
         grad = param.grad
-        if grad is not None and grad.is_sparse:
+        if grad is None:
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} has no gradient")
+        if grad.is_sparse:
             raise ValueError(
                 f"{type(self).__name__} does not take sparse gradients; found one for a parameter of shape "
                 f"{tuple(param.shape)}. Make the gradient dense (Embedding(sparse=False)) or use torch.optim.SparseAdam"
@@ -113,23 +124,19 @@ class PreciseStateOptimizer(Optimizer):
         place = 0
         for group in self.param_groups:
             rule = self.rule_of(group)
+            places = [index for index, param in enumerate(group["params"]) if param.grad is not None]
+            params = [group["params"][index] for index in places]
+            states = [self.state[param] for param in params]
+            for param, state in zip(params, states, strict=True):
+                if not state:
+                    state.update(self.fresh_state(param, group))
             found: dict[tuple[torch.device, int], Batch[Any]] = {}
-            for param in group["params"]:
-                grad = self.gradient_of(param)
-                if grad is not None:
-                    state = self.state[param]
-                    if not state:
-                        state.update(self.fresh_state(param, group))
-                    step = _move_step(state, advance)
-                    key = (param.device, step)
-                    batch = found.setdefault(key, Batch(rule=rule, step=step, device=param.device))
-                    batch.places.append(place)
-                    batch.params.append(param)
-                    batch.grads.append(grad)
-                    for name, value in state.items():
-                        if name != "step":
-                            batch.states.setdefault(name, []).append(value)
-                place += 1
+            for index, param, state, step in zip(places, params, states, _move_steps(states, advance), strict=True):
+                key = (param.device, step)
+                if key not in found:
+                    found[key] = Batch(rule=rule, step=step, device=param.device)
+                found[key].add(place + index, param, self.gradient_of(param), state)
+            place += len(group["params"])
             yield from found.values()
 
 
@@ -138,15 +145,18 @@ def _saved_state(state_dict: Mapping[str, Any], key: int) -> Mapping[str, Any]:
     return state
 
 
-def _move_step(state: Mapping[str, Any], advance: int) -> int:
-    """Move the step counter, a 0-D float32 tensor on the CPU as torch keeps it, and return the step made or undone (0:
-    none is kept)."""
-    step = state.get("step")
-    if step is None:
-        return 0
-    before = int(step)
-    step += advance
-    return max(before, before + advance)
+def _move_steps(states: list[dict[str, Any]], advance: int) -> list[int]:
+    """Move step counters, 0-D float32 tensors on the CPU as torch keeps them, and return the steps made or undone.
+
+    All counters at once, since one small tensor operation per parameter would cost more than the step of a small
+    parameter. Optimizers that keep no counter get zeros.
+    """
+    counters = [state["step"] for state in states if "step" in state]
+    if not counters:
+        return [0] * len(states)
+    before: list[float] = torch.stack(counters).tolist()
+    torch._foreach_add_(counters, advance)
+    return [max(int(count), int(count) + advance) for count in before]
 
 
 def evaluate(closure: Callable[[], Any] | None) -> Any:
