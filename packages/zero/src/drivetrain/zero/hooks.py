@@ -4,7 +4,7 @@
     forward       unit pre-forward  -> parameters in        unit post-forward -> parameters out
                   owner pre-forward -> parameters in        owner post-forward: watch its outputs
     backward      gradient of a watched output -> parameters in, and the pass has begun
-                  a parameter's gradient is accumulated     -> into its bucket
+                  a parameter's gradient is ready           -> into its bucket, before autograd stores it
                   gradient of the unit's input is there, and its own too -> parameters out
                   the engine's final callback               -> send the rest, everything out
 
@@ -24,12 +24,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from drivetrain.zero.order import Phase
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
 from drivetrain.zero.unit import Unit
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def accumulator(parameter: nn.Parameter) -> Node:
+    """The autograd node that would add gradients to ``parameter.grad``."""
+    with torch.enable_grad():
+        view = parameter.expand_as(parameter)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
 
 
 def inside_backward() -> bool:
@@ -121,6 +134,7 @@ class Hooks:
         self._reducer = reducer
         self._reduces = reduces
         self._handles: list[RemovableHandle] = []
+        self._accumulators: list[Node] = []  # autograd forgets one that nobody holds, and its hooks with it
         self.backward = BackwardPass(self._begin_backward, self._end_backward, self._abandon_backward)
         self._install()
 
@@ -135,8 +149,9 @@ class Hooks:
             for bucket in unit.buckets:
                 if bucket.trainable:
                     for index, slot in enumerate(bucket.slots):
-                        take = self._taker(unit, lane, index)
-                        add(slot.parameter.register_post_accumulate_grad_hook(take))
+                        node = accumulator(slot.parameter)
+                        self._accumulators.append(node)
+                        add(node.register_prehook(self._taker(unit, lane, index)))
                     lane += 1
 
     def _install_unit(self, unit: Unit) -> None:
@@ -260,12 +275,20 @@ class Hooks:
 
         return before_backward
 
-    def _taker(self, unit: Unit, lane: int, index: int) -> Callable[[torch.Tensor], None]:
-        def take(parameter: torch.Tensor) -> None:
+    def _taker(self, unit: Unit, lane: int, index: int) -> Callable[[Gradients], Gradients]:
+        """Takes a gradient on its way into ``.grad``.
+
+        Weight gradients of linear layers come transposed. Autograd would lay them out anew to store them, and the
+        bucket would copy them once more; so the bucket does both in one pass, and autograd is given nothing to store.
+        """
+
+        def take(gradients: Gradients) -> Gradients:
             self.backward.enter()
-            self._reducer.take(lane, index, reduces=self._reduces())
-            unit.missing -= 1
-            self._release_if_done(unit)
+            if gradients[0] is not None:
+                self._reducer.take(lane, index, gradients[0], reduces=self._reduces())
+                unit.missing -= 1
+                self._release_if_done(unit)
+            return (None,)
 
         return take
 

@@ -69,15 +69,12 @@ class GradientReducer:
         self._agreed = len(buckets) < 2
         self._pending: deque[PendingReduction] = deque()
 
-    def take(self, lane_index: int, slot_index: int, *, reduces: bool) -> None:
-        """Move the fresh ``.grad`` of one parameter into its bucket; send the bucket if that was the last one."""
+    @torch.no_grad()
+    def take(self, lane_index: int, slot_index: int, gradient: torch.Tensor, *, reduces: bool) -> None:
+        """Put a gradient into its bucket; send the bucket if that was the last one it waited for."""
         lane = self._lanes[lane_index]
         bucket = lane.bucket
         slot = bucket.slots[slot_index]
-        gradient = slot.parameter.grad
-        slot.parameter.grad = None
-        if gradient is None:
-            return
         self._make_room(lane)
         assert bucket.local is not None
         place = bucket.local[slot.start : slot.start + slot.numel].view(slot.shape)
@@ -147,6 +144,12 @@ class GradientReducer:
         """Block until every reduction under way has completed."""
         while self._pending:
             self._pending.popleft().wait()
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there is a gradient here, accumulating, under way or reduced."""
+        buckets = (lane.bucket for lane in self._lanes)
+        return bool(self._pending) or any(b.local is not None or b.reduced is not None for b in buckets)
 
     def unsent(self) -> list[bool]:
         """For each bucket, whether this rank holds gradients of it that have not been reduced."""
