@@ -12,6 +12,7 @@
 #include "core/cpu.h"
 #include "core/elementwise.h"
 #include "core/pool.h"
+#include "core/quantize.h"
 #include "core/steps.h"
 
 using namespace drivetrain;
@@ -119,6 +120,53 @@ void test_casts() {
     }
 }
 
+// Heap blocks of exactly the bytes that `count` elements take.
+struct Codes {
+    Codes(const QuantRule& rule, std::size_t count) {
+        const std::size_t bits = rule.format == Format::int4 ? 4 : rule.format == Format::e3m2 ? 6 : 8;
+        const std::size_t blocks = (count + rule.block_size - 1) / rule.block_size;
+        bytes = (count * bits + 7) / 8;
+        values = std::make_unique<std::uint8_t[]>(bytes);
+        scales = std::make_unique<float[]>(blocks);
+        zeros = std::make_unique<float[]>(blocks);
+        array = {rule, values.get(), scales.get(), rule.symmetric ? nullptr : zeros.get()};
+    }
+    std::size_t bytes;
+    std::unique_ptr<std::uint8_t[]> values;
+    std::unique_ptr<float[]> scales, zeros;
+    QuantArray array;
+};
+
+void test_quantization() {
+    const QuantRule rules[] = {{Format::int8, true, 256}, {Format::int4, false, 16},   {Format::e4m3, true, 48},
+                               {Format::e5m2, true, 32},  {Format::e3m2, true, 4112}, {Format::int8, false, 32768}};
+    for (const QuantRule& rule : rules) {
+        for (const std::int64_t size : kCounts) {
+            const auto count = static_cast<std::size_t>(size);
+            choose_kernels("baseline");
+            const Buffers source({size}, Dtype::bf16, 3), wide({size}, Dtype::f32, 3);
+            const DenseArray dense{reinterpret_cast<void*>(source.operand.addresses[0]), Dtype::bf16};
+            const DenseArray target{reinterpret_cast<void*>(wide.operand.addresses[0]), Dtype::f32};
+            const Codes expected(rule, count);
+            const Rounding rounding{true, 7, 1};
+            quantize(dense, count, expected.array, rounding, 1);
+            for (const KernelTable* table : usable_kernels()) {
+                choose_kernels(table->name);
+                const Codes found(rule, count), again(rule, count);
+                quantize(dense, count, found.array, rounding, 3);
+                require(std::memcmp(found.values.get(), expected.values.get(), found.bytes) == 0, std::string("codes of ") + table->name);
+                dequantize_reduce({found.array, expected.array}, 0.5f, count, target, 3);
+                reduce_quantized({found.array, expected.array}, 0.5f, count, again.array, rounding, 3);
+                const auto bits = std::make_unique<std::uint8_t[]>((count + 7) / 8);
+                const auto scales = std::make_unique<float[]>((count + rule.block_size - 1) / rule.block_size);
+                const SignArray signs{rule.block_size, true, bits.get(), scales.get()};
+                pack_signs(dense, count, signs, 3);
+                unpack_signs(signs, count, target, 3);
+            }
+        }
+    }
+}
+
 void test_pool() {
     for (int repeat = 0; repeat < 50; ++repeat) {
         Pool pool;
@@ -150,6 +198,7 @@ int main() {
     test_pool();
     test_casts();
     test_steps_agree();
+    test_quantization();
     std::puts("ok");
     return 0;
 }

@@ -1,5 +1,7 @@
 """Hot arithmetic: optimizers and ops, each with a plain-torch reference.
 
+`quantize`, `reduce_quantized`, `pack_signs` and their kin make tensors small for the wire and for memory.
+
 Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
 are also correct on shards of parameters. `reference` holds every op in plain torch, `native` those on host memory in
 C++, `rules` the hyperparameters; `resolve` finds the implementation that serves an op on a device, and `available()`
@@ -12,6 +14,17 @@ from .core import choose_instruction_set, get_num_threads, instruction_sets, set
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, resolve
 from .optim import Lamb, Lion
+from .quantization import (
+    PackedSigns,
+    Quantized,
+    dequantize,
+    dequantize_reduce,
+    pack_signs,
+    quantize,
+    reduce_quantized,
+    unpack_signs,
+)
+from .quantize_rules import QuantizationRule, SignRule
 from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 
 __all__ = [
@@ -26,11 +39,21 @@ __all__ = [
     "LambRule",
     "Lion",
     "LionRule",
+    "PackedSigns",
+    "QuantizationRule",
+    "Quantized",
     "SgdRule",
+    "SignRule",
     "available",
     "choose_instruction_set",
+    "dequantize",
+    "dequantize_reduce",
     "get_num_threads",
     "instruction_sets",
+    "pack_signs",
+    "quantize",
+    "reduce_quantized",
     "resolve",
     "set_num_threads",
+    "unpack_signs",
 ]
