@@ -4,12 +4,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cerrno>
+#include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "core/cpu.h"
 #include "core/elementwise.h"
+#include "core/file_queue.h"
 #include "core/pool.h"
 #include "core/quantize.h"
 #include "core/steps.h"
@@ -161,6 +165,74 @@ void bind_quantization(py::module_& module) {
     module.def("unpack_signs", &drivetrain::unpack_signs, py::arg("source"), py::arg("count"), py::arg("target"), py::arg("threads"), NoGil());
 }
 
+struct ReleaseQueue {
+    void operator()(drivetrain::FileQueue* queue) const {
+        const py::gil_scoped_release released;
+        drivetrain::FileQueue::release(queue);
+    }
+};
+
+// Null once closed.
+struct OpenFile {
+    std::unique_ptr<drivetrain::FileQueue, ReleaseQueue> queue;
+    drivetrain::FileQueue& get() const {
+        if (queue == nullptr) throw py::value_error("the file is closed");
+        return *queue;
+    }
+};
+
+std::unique_ptr<OpenFile> open_file(const std::string& path, int mode, std::size_t block_bytes, unsigned queue_depth, unsigned workers,
+                                    bool direct, bool ring) {
+    if (mode < 0 || mode > 2) throw py::value_error("unknown mode " + std::to_string(mode));
+    if (block_bytes == 0 || block_bytes % 4096 != 0 || queue_depth == 0) throw py::value_error("block size or queue depth");
+    auto file = std::make_unique<OpenFile>();
+    int error = 0;
+    {
+        const py::gil_scoped_release released;
+        try {
+            const drivetrain::QueueOptions options{block_bytes, queue_depth, workers, direct, ring};
+            file->queue.reset(new drivetrain::FileQueue(path, static_cast<drivetrain::OpenMode>(mode), options));
+        } catch (const std::system_error& failure) {
+            error = failure.code().value();
+        }
+    }
+    if (error != 0) {
+        errno = error;
+        PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+        throw py::error_already_set();
+    }
+    return file;
+}
+
+void bind_files(py::module_& module) {
+    using drivetrain::FileRequest;
+    py::class_<FileRequest, std::shared_ptr<FileRequest>>(module, "FileRequest")
+        .def("wait", &FileRequest::wait, NoGil())
+        .def("done", &FileRequest::done)
+        .def("failed_at", &FileRequest::failed_at);
+    py::class_<OpenFile>(module, "OpenFile")
+        .def(py::init(&open_file), py::kw_only(), py::arg("path"), py::arg("mode"), py::arg("block_bytes"), py::arg("queue_depth"),
+             py::arg("workers"), py::arg("direct"), py::arg("ring"))
+        .def(
+            "submit",
+            [](const OpenFile& file, bool writes, std::uintptr_t data, std::size_t bytes, std::int64_t offset) {
+                drivetrain::FileQueue& queue = file.get();
+                const py::gil_scoped_release released;
+                return queue.submit(writes, pointer<void*>(data), bytes, offset);
+            },
+            py::kw_only(), py::arg("writes"), py::arg("data"), py::arg("bytes"), py::arg("offset"))
+        .def("sync",
+             [](const OpenFile& file) {
+                 drivetrain::FileQueue& queue = file.get();
+                 const py::gil_scoped_release released;
+                 return queue.sync();
+             })
+        .def("uses_ring", [](const OpenFile& file) { return file.get().uses_ring(); })
+        .def("uses_direct", [](const OpenFile& file) { return file.get().uses_direct(); })
+        .def("ring_refusal", [](const OpenFile& file) { return file.get().ring_refusal(); })
+        .def("close", [](OpenFile& file) { file.queue.reset(); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -208,4 +280,5 @@ PYBIND11_MODULE(_native, module) {
         },
         py::arg("operands"), py::arg("threads"));
     bind_quantization(module);
+    bind_files(module);
 }

@@ -1,4 +1,4 @@
-"""Block quantisation and sign compression in plain torch: the oracle of the native ones, and the fallback on any device.
+"""Block quantisation and sign compression in plain torch: oracle of the native ones, and fallback on any device.
 
 Layout: the source is seen flat and cut into blocks of `rule.block_size` elements, the last of which may be shorter.
 Codes are packed in element order, low bits first, into uint8: int8 and the fp8 formats one per byte, int4 two per byte,
