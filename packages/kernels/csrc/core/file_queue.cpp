@@ -32,22 +32,19 @@ struct Free {
 };
 using Buffer = std::unique_ptr<char, Free>;
 
-// What the file system asks of direct requests (Linux 6.1 tells); 4096 where nothing is known.
-void find_alignment(int fd, std::size_t* memory, std::size_t* offset) {
+// How the file system asks that the memory of direct requests be aligned (Linux 6.1 tells); a page where nothing is known.
+std::size_t memory_alignment(int fd) {
 #if defined(__linux__) && defined(SYS_statx)
     constexpr unsigned kAlignment = 0x2000;
     constexpr int kEmptyPath = 0x1000;
     alignas(8) char found[256] = {};
-    if (syscall(SYS_statx, fd, "", kEmptyPath, kAlignment, found) != 0) return;
-    std::uint32_t mask, memory_alignment, offset_alignment;
-    std::memcpy(&mask, found, 4);
-    std::memcpy(&memory_alignment, found + 0x98, 4);
-    std::memcpy(&offset_alignment, found + 0x9c, 4);
-    if ((mask & kAlignment) == 0 || memory_alignment == 0 || offset_alignment == 0) return;
-    *memory = std::max<std::size_t>(memory_alignment, 1);
-    *offset = std::min<std::size_t>(std::max<std::size_t>(offset_alignment, 512), kPage);
+    if (syscall(SYS_statx, fd, "", kEmptyPath, kAlignment, found) != 0) return kPage;
+    std::uint32_t mask, alignment;
+    std::memcpy(&mask, found, sizeof mask);
+    std::memcpy(&alignment, found + 0x98, sizeof alignment);  // stx_dio_mem_align
+    return (mask & kAlignment) != 0 && alignment != 0 ? alignment : kPage;
 #else
-    (void)fd, (void)memory, (void)offset;
+    return static_cast<void>(fd), kPage;
 #endif
 }
 
@@ -194,7 +191,7 @@ private:
             if (slot.bounced && !block.writes) std::memcpy(block.data, slot.buffer.get(), block.bytes);
             return finish(slot, 0);
         }
-        if (slot.done % queue_.offset_alignment_ != 0 || slot.done % queue_.memory_alignment_ != 0) block.direct = false;
+        if (slot.done % kPage != 0) block.direct = false;
         return false;
     }
 
@@ -237,7 +234,10 @@ void FileQueue::open_files(const std::string& path, OpenMode mode, bool direct) 
     if (fd_ < 0) throw std::system_error(errno, std::generic_category());
 #if defined(O_DIRECT)
     if (direct) direct_fd_ = open(path.c_str(), access | O_DIRECT | O_CLOEXEC);  // refused: everything through the page cache
-    if (direct_fd_ >= 0) find_alignment(direct_fd_, &memory_alignment_, &offset_alignment_);
+    if (direct_fd_ >= 0) {
+        memory_alignment_ = memory_alignment(direct_fd_);
+        posix_fadvise(fd_, 0, 0, POSIX_FADV_RANDOM);
+    }
 #else
     (void)direct;
 #endif
@@ -295,8 +295,8 @@ std::vector<FileQueue::Block> FileQueue::cut(const std::shared_ptr<FileRequest>&
     const auto begin = static_cast<std::size_t>(offset), end = begin + bytes;
     std::size_t first = begin, last = end;  // what may go directly
     if (uses_direct()) {
-        first = std::min(end, round_up(begin, offset_alignment_));
-        last = std::max(first, end / offset_alignment_ * offset_alignment_);
+        first = std::min(end, round_up(begin, kPage));
+        last = std::max(first, end / kPage * kPage);
     }
     const auto add = [&](std::size_t from, std::size_t to, bool direct) {
         for (std::size_t at = from; at < to; at += block_bytes_) {

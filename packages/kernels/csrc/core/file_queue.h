@@ -5,6 +5,8 @@
 // Idea: a request is cut into blocks at aligned file offsets. The odd head and tail go through the page cache; aligned blocks go
 // directly, from or to the caller's memory where that is aligned too, else through a buffer of the worker. Workers take blocks from one
 // queue: with io_uring each keeps a ring full, without it each does one block at a time.
+// Direct parts are whole pages even where the drive would take less, and the page cache reads nothing ahead: a page that is written
+// directly while the cache holds it dirty or is reading it may lose data (Linux then fails the next fsync with EIO).
 // Invariants: a transfer that was cut short goes on where it stopped; what the direct path refuses is tried through the page cache; a
 // request ends only when none of its blocks is under way, so that its memory may then go; the error of a request is that of its first
 // block in the file that failed, and blocks after one that failed are not started. Requests that overlap have no order. A forked child leaves everything of its parent alone.
@@ -84,7 +86,7 @@ private:
     bool take(Block* block, bool wait);
 
     SystemCalls& calls_;
-    std::size_t block_bytes_, memory_alignment_ = 4096, offset_alignment_ = 4096;
+    std::size_t block_bytes_, memory_alignment_ = 4096;
     int fd_ = -1, direct_fd_ = -1;
     bool uses_ring_ = false;
     std::string ring_refusal_;
