@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.comm import Mesh, init
-from drivetrain.zero import Policy, ShardedModule, ShardedOptimizer, shard
+from drivetrain.zero import Policy, ShardedOptimizer, shard
 from drivetrain_testkit import relative_error, run_ranks
 
 WIDTH, BATCH = 12, 4
@@ -95,7 +95,7 @@ def inputs(step: int, rank: int, *, salt: int = 0) -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1 + step + 100 * rank + 10_000 * salt))
 
 
-# Models ----------------------------------------------------------------------------------------------------------------
+# Models ---------------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -150,7 +150,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x) - x.roll(1, 1)).square().mean()
 
 
-# Scenes ----------------------------------------------------------------------------------------------------------------
+# Scenes ---------------------------------------------------------------------------------------------------------------
 
 
 def simply(run: Run) -> None:
@@ -437,7 +437,7 @@ def only_one_rank_has_a_second_backward(run: Run) -> None:
         run.step()
 
 
-# Models whose shape is the point -----------------------------------------------------------------------------------------
+# Models whose shape is the point --------------------------------------------------------------------------------------
 
 
 class Siamese(nn.Module):
@@ -726,7 +726,7 @@ class Compiled(Tower):
             block.compile(backend="eager")
 
 
-# The table of scenes -----------------------------------------------------------------------------------------------------
+# The table of scenes --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -779,7 +779,10 @@ SCENES: dict[str, Scene] = {
     },
     "an encoder in two subgraphs": Scene(accumulating, SideBySide),
     **{f"blocks wrap tensors in a {kind}": Scene(wrapped, partial(Wrapping, kind, bare=True)) for kind in WRAPPERS},
-    **{f"the model wraps its output in a {kind}": Scene(wrapped, partial(Wrapping, kind, bare=False)) for kind in WRAPPERS},
+    **{
+        f"the model wraps its output in a {kind}": Scene(wrapped, partial(Wrapping, kind, bare=False))
+        for kind in WRAPPERS
+    },
     "auxiliary losses as attributes": Scene(auxiliary_losses, partial(Tower, RouterBlock)),
     "cross attention": Scene(accumulating, partial(CrossTower, memory_first=False)),
     "cross attention, memory first": Scene(accumulating, partial(CrossTower, memory_first=True)),
@@ -810,7 +813,8 @@ def compare(scene: Scene, rank: int, mesh: Mesh, policy: Policy, oracle: Run) ->
     expected, found = oracle.parameters(), run.parameters()
     assert found.keys() == expected.keys()
     wrong = {name: relative_error(found[name], expected[name]) for name in expected}
-    wrong |= {f"result {i}": relative_error(*pair) for i, pair in enumerate(zip(run.results, oracle.results, strict=False))}
+    results = zip(run.results, oracle.results, strict=False)
+    wrong |= {f"result {i}": relative_error(*pair) for i, pair in enumerate(results)}
     return "".join(f"{name} is off by {error:.2e}\n" for name, error in wrong.items() if not error < TOLERANCE)
 
 
@@ -827,7 +831,8 @@ def play_all(rank: int, world_size: int, names: list[str]) -> dict[tuple[str, in
                 compare(scene, rank, mesh, Policy(stage=stage, persistence_numel=0, bucket_numel=bucket), oracle)
                 for bucket in BUCKETS
             ]
-            problems[name, stage] = "".join(f"with buckets of {b}: {t}" for b, t in zip(BUCKETS, found, strict=True) if t)
+            texts = zip(BUCKETS, found, strict=True)
+            problems[name, stage] = "".join(f"with buckets of {b}: {t}" for b, t in texts if t)
     return problems
 
 

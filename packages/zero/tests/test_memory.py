@@ -1,6 +1,6 @@
 """Bytes of model states on each rank, against the formulas of the ZeRO paper, and what is whole when.
 
-With psi parameters on N ranks, mixed precision and Adam, a rank holds ``psi`` times (Rajbhandari et al., 2020, figure 1)
+With psi parameters on N ranks, mixed precision and Adam, a rank holds ``psi`` times (Rajbhandari et al., 2020)
 
     stage 0   2 + 2 + 12        stage 2   2 + (2 + 12)/N
     stage 1   2 + 2 + 12/N      stage 3   (2 + 2 + 12)/N
@@ -234,7 +234,8 @@ def test_stage_one_keeps_less_than_its_formula_once_gradients_are_reduced(
 def test_nothing_of_model_size_outlives_the_step(
     stories: list[dict[tuple[str, int], Story]], precision: str, stage: int
 ) -> None:
-    """What torch really has allocated after a step is the formula without gradients, and no byte of a gathered parameter."""
+    """What torch really has allocated after a step is the formula without gradients, and no byte of a gathered
+    parameter."""
     expected = formula(precision, stage, len(stories))
     for ranks in stories:
         story = ranks[precision, stage]
@@ -244,7 +245,7 @@ def test_nothing_of_model_size_outlives_the_step(
         assert story.allocated == pytest.approx(expected.parameters + expected.optimizer, rel=0.03)
 
 
-# What is whole at once -------------------------------------------------------------------------------------------------
+# What is whole at once ------------------------------------------------------------------------------------------------
 
 TOWERS = {
     "plain": partial(Tower, Block),

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -239,12 +240,14 @@ def _to_json(value: object, axis: Axis) -> bytes:
         ) from error
 
 
-_REDUCE = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+_REDUCE = MappingProxyType(
+    {
+        "sum": dist.ReduceOp.SUM,
+        "mean": dist.ReduceOp.AVG,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+    }
+)
 
 
 # torch 2.13 renames these two and warns of the old names.

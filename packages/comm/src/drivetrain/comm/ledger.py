@@ -20,9 +20,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
-_MOVED_UNITS = {"all_reduce": 2.0}
+_MOVED_UNITS = MappingProxyType({"all_reduce": 2.0})
 
 
 def bus_factor(op: str, size: int) -> float:

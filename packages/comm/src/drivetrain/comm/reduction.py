@@ -10,7 +10,8 @@ and written once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -21,12 +22,14 @@ Op: TypeAlias = Literal["sum", "mean", "max", "min"]
 # folding may run beside a computation that uses them.
 _BLOCK: Final = 28672
 
-_COMBINE: Final[dict[Op, Callable[..., torch.Tensor]]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+_COMBINE: Final[Mapping[Op, Callable[..., torch.Tensor]]] = MappingProxyType(
+    {
+        "sum": torch.add,
+        "mean": torch.add,
+        "max": torch.maximum,
+        "min": torch.minimum,
+    }
+)
 
 
 def check_op(op: str, dtype: torch.dtype, allowed: Sequence[str]) -> None:

@@ -40,7 +40,7 @@ class World:
     timeout: timedelta | None = None  # of every collective; None: torch's default for the backend
 
 
-_MADE: Final[WeakKeyDictionary[dist.ProcessGroup, World]] = WeakKeyDictionary()
+_MADE: Final = WeakKeyDictionary[dist.ProcessGroup, World]()  # state: mirrors torch's default group
 
 
 def init(

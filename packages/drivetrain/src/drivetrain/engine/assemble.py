@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from drivetrain.zero import LossScalePolicy, LossScaler, Policy, ShardedModule, 
 
 log = logging.getLogger("drivetrain.engine")
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32})
 MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 

@@ -2,8 +2,9 @@
 
 A metric record is a step and named scalars. Each sink writes it as one whole line and flushes, so that a run that is
 killed has lost at most the line being written. Opened again on the same file, a sink goes on where the file ends: it
-removes a line that a crash cut off, keeps the header that is there, and, told by `rewind` at which step the run resumes,
-drops the records of steps that are about to be repeated. Rewriting goes through a temporary file and a rename.
+removes a line that a crash cut off, keeps the header that is there, and, told by `rewind` at which step the run
+resumes, drops the records of steps that are about to be repeated. Rewriting goes through a temporary file and a
+rename.
 
 Files say what Python floats say: JSON has no NaN or infinity, so these are written as the strings "NaN", "Infinity" and
 "-Infinity", which `float` reads; `read_jsonl` turns them back.
@@ -94,14 +95,14 @@ class JsonlSink:
 
     def write(self, step: int, values: Mapping[str, Scalar]) -> None:
         """Append one line."""
-        record = {"step": step, **{name: _json_value(value) for name, value in values.items()}}
+        record = {"step": step, **{name: _json_value(value) for name, value in values.items() if name != "step"}}
         _write_line(self._file, json.dumps(record, allow_nan=False) + "\n")
 
     def rewind(self, step: int) -> None:
         """Drop the lines of later steps."""
         self._file.close()
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line).get("step", 0) <= step]
+        kept = [line for line in lines if not line.strip() or json.loads(line).get("step", 0) <= step]
         if len(kept) < len(lines):
             _replace(self._path, "".join(kept))
         self._file = self._path.open("a", encoding="utf-8")
@@ -162,7 +163,7 @@ class CsvSink:
         if not self._path.exists():
             return []
         with self._path.open(encoding="utf-8", newline="") as file:
-            return list(csv.reader(file))
+            return [row for row in csv.reader(file) if row]  # the reader gives a blank line as an empty row
 
     def _widen(self, new: Sequence[str]) -> None:
         self._file.close()
