@@ -1,6 +1,6 @@
 """Two pictures of a run: its loss, and its memory beside the theory.
 
-matplotlib is an optional dependency, `pip install drivetrain[plots]`; it is imported when a picture is asked for.
+matplotlib is an optional dependency, `pip install matplotlib`; it is imported when a picture is asked for.
 Figures are drawn without pyplot, so that nothing of the caller's plotting state is touched and no display is needed.
 """
 
@@ -143,7 +143,7 @@ def _canvas(width: float, height: float) -> tuple[Any, Any]:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise PlotsUnavailableError(
-            "pictures need matplotlib, which is not installed: pip install 'drivetrain[plots]'"
+            "pictures need matplotlib, which is not installed: pip install matplotlib"
         ) from error
     figure = figures.Figure(figsize=(width, height), dpi=130, layout="constrained")
     axes = figure.subplots()

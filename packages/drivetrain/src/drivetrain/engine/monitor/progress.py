@@ -96,7 +96,7 @@ class ProgressBar:
             self._bar.update(self._task, completed=step, text=text)
         elif self._last_line is None or step >= self._total or now - self._last_line >= self._period:
             self._last_line = now
-            self._print(f"{self._title} {step}/{self._total} {text}")
+            self._print(f"{self._title} {step}/{self._total} {text}".rstrip())
 
     def message(self, text: str) -> None:
         """A line of its own, above the bar."""
@@ -146,14 +146,14 @@ def peak_text(peak_bytes: Sequence[int]) -> str:
 def human_bytes(size: float) -> str:
     """`412 MiB`, `1.5 GiB`."""
     mib = size / (1 << 20)
-    return f"{mib:.0f} MiB" if mib < 1024 else f"{mib / 1024:.1f} GiB"
+    return f"{mib:.0f} MiB" if round(mib) < 1024 else f"{mib / 1024:.1f} GiB"
 
 
 def human_count(number: float) -> str:
     """`950`, `12.3k`, `4.5M`."""
-    for unit in ("", "k", "M"):
-        if number < 1000:
-            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
+    for unit, digits in (("", 0), ("k", 1), ("M", 1)):
+        if round(number, digits) < 1000:
+            return f"{number:.{digits}f}{unit}"
         number /= 1000
     return f"{number:.1f}G"
 
