@@ -1,10 +1,12 @@
 """Drivetrain's collectives on gloo beside torch.distributed's own, in one run.
 
-Both run on the same ranks, in turn, call by call, so that a change in the machine's load meets both. One sample is the time from a barrier until the
-slowest rank has its result. Ratios are of medians: torch's time over ours, so above 1 we are faster. Memory is the growth of the
-peak resident set during a call, in units of the whole buffer, the largest over the ranks (Linux only).
+Both run on the same ranks, in turn, call by call, so that a change in the machine's load meets both. One sample is
+the time from a barrier until the slowest rank has its result. Ratios are of medians: torch's time over ours, so above
+1 we are faster. Memory is the growth of the peak resident set during a call, in units of the whole buffer, the
+largest over the ranks (Linux only).
 
-    python benchmarks/comm/run.py [--ranks 2 4] [--megabytes 1 8 64] [--dtypes float32 bfloat16] [--samples 15] [--name NAME]
+    python benchmarks/comm/run.py [--ranks 2 4] [--megabytes 1 8 64] [--dtypes float32 bfloat16] [--samples 15]
+    [--name NAME]
 
 Writes results/NAME.json and results/NAME.md beside this file.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+
 from drivetrain import comm
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -44,7 +47,9 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One operation at one size. Times in milliseconds, spread as the quartiles; memory in units of the whole buffer."""
+    """One operation at one size. Times in milliseconds, spread as the quartiles; memory in units of the whole
+    buffer.
+    """
 
     op: str
     ranks: int
@@ -185,18 +190,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    lines = [
-        "| op | ranks | dtype | MB | ours ms (quartiles) | torch ms (quartiles) | torch / ours | memory ours | memory torch |",
-        "|---|---|---|---|---|---|---|---|---|",
+HEAD = """\
+| op | ranks | dtype | MB | ours ms (quartiles) | torch ms (quartiles) | torch / ours | memory ours | memory torch |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def line(row: Row) -> str:
+    (ours_low, ours_high), (torch_low, torch_high) = row.ours_quartiles_ms, row.torch_quartiles_ms
+    cells = [
+        *(row.op, row.ranks, row.dtype, f"{row.megabytes:g}"),
+        f"{row.ours_ms} ({ours_low}-{ours_high})",
+        f"{row.torch_ms} ({torch_low}-{torch_high})",
+        *(f"**{row.ratio}**", row.ours_memory, row.torch_memory),
     ]
-    for r in rows:
-        ours, theirs = r["ours_quartiles_ms"], r["torch_quartiles_ms"]
-        lines.append(
-            f"| {r['op']} | {r['ranks']} | {r['dtype']} | {r['megabytes']:g} | {r['ours_ms']} ({ours[0]}-{ours[1]}) "  # type: ignore[index]
-            f"| {r['torch_ms']} ({theirs[0]}-{theirs[1]}) | **{r['ratio']}** | {r['ours_memory']} | {r['torch_memory']} |"  # type: ignore[index]
-        )
-    return "\n".join(lines)
+    return "| " + " | ".join(str(cell) for cell in cells) + " |\n"
 
 
 def main() -> None:
@@ -207,19 +215,25 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--name", default="collectives")
     options = parser.parse_args()
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for ranks in options.ranks:
         plan = Plan(
             ranks=ranks, megabytes=tuple(options.megabytes), dtypes=tuple(options.dtypes), samples=options.samples
         )
         with tempfile.NamedTemporaryFile() as out:
             multiprocessing.spawn(rank_main, (plan, free_port(), out.name), nprocs=ranks)
-            rows += json.loads(Path(out.name).read_text())
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+            rows += [Row(**entry) for entry in json.loads(Path(out.name).read_text())]
+    machine = (
+        f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
-    (folder / f"{options.name}.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-    text = f"# Collectives on gloo\n\n{machine}. {options.samples} samples each.\n\n{table(rows)}\n"
+    (folder / f"{options.name}.json").write_text(
+        json.dumps({"machine": machine, "rows": [asdict(r) for r in rows]}, indent=1) + "\n"
+    )
+    text = (
+        f"# Collectives on gloo\n\n{machine}. {options.samples} samples each.\n\n{HEAD}{''.join(line(r) for r in rows)}"
+    )
     (folder / f"{options.name}.md").write_text(text)
     print(text)
 

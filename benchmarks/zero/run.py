@@ -64,7 +64,8 @@ def main() -> None:
                 rounds.append(found)
             report["runs"].append({"size": size, "precision": precision, "rounds": rounds})
     RESULTS.mkdir(exist_ok=True)
-    name = f"{report['machine']['device']}-{options.ranks}-ranks".replace(" ", "-").replace("(R)", "")
+    where = str(report["machine"]["device"]).replace(" ", "-")
+    name = f"{where}-{options.ranks}-ranks-{'-'.join(options.sizes)}"
     (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=1))
     text = table(report)
     (RESULTS / f"{name}.md").write_text(text)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from drivetrain_testkit import relative_error, run_ranks
 from torch import nn
 
 from drivetrain.comm import Mesh, init
 from drivetrain.zero import Policy, ShardedOptimizer, shard
+from drivetrain_testkit import relative_error, run_ranks
 
 STEPS = 20
 BATCH = 12  # divisible by 1, 2, 3 and 4 ranks

@@ -63,7 +63,7 @@ def test_pieces_lie_inside_the_shard_and_do_not_overlap(numels: list[int], world
 
 @given(numels=SIZES, world_size=WORLDS)
 def test_a_piece_is_the_shards_part_of_the_parameter(numels: list[int], world_size: int) -> None:
-    """With a bucket that holds everywhere its element's own number, a piece of the shard holds the parameter's numbers."""
+    """With a bucket whose elements are numbered, a piece of the shard holds the numbers of the parameter."""
     layout = BucketLayout(tuple(numels), world_size)
     for rank in range(world_size):
         low, high = layout.shard_range(rank)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+
 from drivetrain_testkit import RankError, run_ranks
 
 
@@ -32,6 +33,11 @@ def reduce_natively(rank: int, world_size: int) -> float:
 def one_fails(rank: int, world_size: int) -> None:
     if rank == 1:
         raise ValueError("the second rank is unwell")
+
+
+def asserts(rank: int, world_size: int) -> None:
+    found = [rank, world_size]
+    assert found == [0, 3]
 
 
 def sleeps(rank: int, world_size: int) -> None:
@@ -64,6 +70,11 @@ def test_a_failure_carries_its_rank_and_traceback() -> None:
     assert info.value.error_type == "builtins.ValueError"
 
 
+def test_a_failed_assertion_shows_its_values() -> None:
+    with pytest.raises(RankError, match=r"assert \[0, 1\] == \[0, 3\]"):
+        run_ranks(asserts, 1)
+
+
 def test_a_timeout_shows_where_the_rank_was() -> None:
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 still ran after 3 s.*in sleeps") as info:
         run_ranks(sleeps, 2, timeout=3)
@@ -77,3 +88,8 @@ def test_a_killed_rank_is_named() -> None:
 
 def test_a_death_can_be_part_of_the_test() -> None:
     assert run_ranks(dies, 2, may_die={1}) == ["alive", None]
+
+
+def test_a_local_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="run_ranks needs a function at module level"):
+        run_ranks(lambda rank, world_size: None, 1)

@@ -1,5 +1,7 @@
 """What Drivetrain's own tests stand on: local ranks, tolerances, tiny models."""
 
+from __future__ import annotations
+
 from drivetrain_testkit.ranks import RankError, run_ranks
 from drivetrain_testkit.tolerances import relative_error
 

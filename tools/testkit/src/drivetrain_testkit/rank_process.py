@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import faulthandler
-import importlib
 import importlib.util
 import os
 import pickle
@@ -13,11 +13,12 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
-from types import ModuleType
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
+from _pytest.assertion.rewrite import rewrite_asserts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,27 +90,35 @@ def _redirect_output(path: str) -> None:
 
 
 def _find(job: Job) -> Callable[..., Any]:
-    module = _load(job.module, job.file)
-    return reduce(getattr, job.qualname.split("."), module)  # type: ignore[arg-type, return-value]
+    found: Any = _load(job.module, job.file)
+    for name in job.qualname.split("."):
+        found = getattr(found, name)
+    return found  # type: ignore[no-any-return]
 
 
 def _load(name: str, file: str) -> ModuleType:
-    """The module by name where that finds the same file, else from the file, under that name (so that pickles resolve)."""
-    if name == "__main__" or name in sys.modules:
+    """The module from its file, under the parent's name for it, so that pickles of its classes resolve on both
+    sides.
+    """
+    if name in sys.modules:
         return sys.modules[name]
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None
-    if found is not None and found.origin and os.path.samefile(found.origin, file):
-        return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {name} from {file}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    exec(_with_told_assertions(file), module.__dict__)
     return module
+
+
+def _with_told_assertions(file: str) -> CodeType:
+    """The module's code, its asserts rewritten by pytest so that a failure shows the values, as it does in the
+    parent.
+    """
+    source = Path(file).read_bytes()
+    tree = ast.parse(source, file)
+    rewrite_asserts(tree, source, file)
+    return compile(tree, file, "exec", dont_inherit=True)
 
 
 def _write(path: str, payload: bytes) -> None:

@@ -1,17 +1,18 @@
 """Run a function on several local ranks, and bring back what each returned or how it failed.
 
-Problem: importing torch takes seconds, so a suite that spawns fresh interpreters for every distributed test is slow; and a
-failure in one rank usually shows up as a hang of the others.
+Problem: importing torch takes seconds, so a suite that spawns fresh interpreters for every distributed test is slow;
+and a failure in one rank usually shows up as a hang of the others.
 
-Idea: one fork server per test process imports torch once (``PRELOAD``); every rank is a fork of it, so a second call starts in
-tens of milliseconds. The parent holds the rendezvous store (as ``torchrun``'s agent does), so the port is never guessed and
-the store outlives any rank.
+Idea: one fork server per test process imports torch once (``PRELOAD``); every rank is a fork of it, so a second call
+starts in tens of milliseconds. The parent holds the rendezvous store (as ``torchrun``'s agent does), so the port is
+never guessed and the store outlives any rank.
 
 Invariants:
 
 - a rank sees the environment that ``torchrun`` would give it, plus the parent's environment as it is at the call;
 - a test function is found again by *file*, so it may live in a module that cannot be imported by name;
-- the first failure in time is the one reported, with that rank's traceback; the ranks that fail because of it are named after it;
+- the first failure in time is the one reported, with that rank's traceback; the ranks that fail because of it are
+  named after it;
 - no rank survives the call;
 - what the ranks printed is printed by the parent, rank by rank, so that pytest captures it.
 """
@@ -101,7 +102,11 @@ def run_ranks(
     Raises:
         RankError: a rank raised, died, or was still running at the timeout.
     """
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    if "<locals>" in fn.__qualname__:
+        raise ValueError(
+            f"run_ranks needs a function at module level, which a rank can find by name; got {fn.__qualname__}"
+        )
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="drivetrain-ranks-") as folder:
         ranks = [
             _start(fn, rank, world_size, args, folder, _environment(rank, world_size, store.port, backend, env))
@@ -163,11 +168,13 @@ def _start(
 
 
 def _join(ranks: Sequence[_Rank], deadline: float, may_die: frozenset[int]) -> list[_Rank]:
-    """Wait until all ended, or the deadline; after a first failure the others get a short grace. Returns those still running."""
+    """Wait until all ended, or the deadline; after a first failure the others get a short grace. Returns those still
+    running.
+    """
     running = {r.process.sentinel: r for r in ranks}
     while running and time.monotonic() < deadline:
         for sentinel in connection.wait(list(running), timeout=deadline - time.monotonic()):
-            ended = running.pop(sentinel)  # type: ignore[call-overload]
+            ended = running.pop(sentinel)  # type: ignore[arg-type]
             ended.process.join()
             died = ended.rank in may_die and (ended.process.exitcode or 0) < 0
             if not died and not isinstance(ended.outcome(), Success):

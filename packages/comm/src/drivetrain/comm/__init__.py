@@ -1,5 +1,7 @@
 """Named meshes, typed collectives and a ledger of what they cost."""
 
+from __future__ import annotations
+
 from drivetrain.comm.collectives import (
     Handle,
     all_gather,

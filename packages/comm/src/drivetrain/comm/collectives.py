@@ -1,12 +1,15 @@
 """The collectives: issued asynchronously, completed by ``Handle.wait``.
 
-All take an ``Axis`` and contiguous tensors on its device. A collective must be issued by all ranks of the axis, in the same order; handles may be
-waited for in any order. Until ``wait`` returned, no tensor that was passed may be written, and outputs are undefined.
+All take an ``Axis`` and contiguous tensors on its device. A collective must be issued by all ranks of the axis, in
+the same order; handles may be waited for in any order. Until ``wait`` returned, no tensor that was passed may be
+written, and outputs are undefined.
 
-On gloo the algorithms are in ``gloo.py``: deterministic, summed in rank order, an all-reduce giving the same bits as a reduce-scatter followed by an
-all-gather. On other backends (NCCL) torch's own collectives run, and their order of summation is the library's.
+On gloo the algorithms are in ``gloo.py``: deterministic, summed in rank order, an all-reduce giving the same bits as
+a reduce-scatter followed by an all-gather. On other backends (NCCL) torch's own collectives run, and their order of
+summation is the library's.
 
-An axis of one rank communicates nothing: the copy is done, and the handle is complete. This is the only place where that is a case.
+An axis of one rank communicates nothing: the copy is done, and the handle is complete. This is the only place where
+that is a case.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -39,18 +43,21 @@ class Handle:
         self._axis = axis
         self._op = op
         self._nbytes = nbytes
-        self._issued = perf_counter()
+        self._clock = None if pending is None else _clock(axis.device)
         self._error: CollectiveError | None = None
 
     def wait(self) -> None:
-        """Complete the collective: on return the outputs are ready (on CUDA: in the order of the current stream). Idempotent.
+        """Complete the collective: on return the outputs are ready. Idempotent.
+
+        On CUDA they are ready in the order of the current stream; the host doesn't wait.
 
         Raises:
-            CollectiveError: naming operation, axis, rank and, where known, the peer. It is raised again by every further call.
+            CollectiveError: naming operation, axis, rank and, where known, the peer. It is raised again by every
+                further call.
         """
         if self._error is not None:
             raise self._error
-        if self._pending is None:
+        if self._pending is None or self._clock is None:
             return
         start = perf_counter()
         try:
@@ -64,18 +71,21 @@ class Handle:
             raise self._error from error
         finally:
             self._pending = None
-        end = perf_counter()
+        self._clock.stop()
         self._axis.ledger.record(
             op=self._op,
             axis=self._axis.name,
             size=self._axis.size,
             nbytes=self._nbytes,
-            seconds=end - self._issued,
-            waited=end - start,
+            span=self._clock,
+            waited=perf_counter() - start,
         )
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once because it did before. Completion in flight isn't polled: gloo has no such query."""
+        """Whether the collective is complete as far as this rank has seen: always after ``wait``.
+
+        Messages in flight aren't polled (gloo has no query for them), so this may be False until ``wait`` is called.
+        """
         return self._pending is None
 
 
@@ -88,13 +98,14 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
     """
     check_op(op, tensor.dtype, ("sum", "mean", "max", "min"))
     flat = _flat("all_reduce", "tensor", tensor, axis)
-    if axis.size == 1:
-        return _complete(axis, "all_reduce", flat)
-    if axis.backend == "gloo":
-        pending: _Pending = gloo.all_reduce(_call(axis, "all_reduce", op, flat), flat, op)
-    else:
-        pending = _native("all_reduce", axis, lambda: dist.all_reduce(flat, _REDUCE[op], group=axis.group, async_op=True))
-    return Handle(pending, axis, "all_reduce", _nbytes(flat))
+    return _issue(
+        axis,
+        "all_reduce",
+        flat,
+        argument=op,
+        on_gloo=lambda call: gloo.all_reduce(call, flat, op),
+        on_others=lambda: dist.all_reduce(flat, _REDUCE[op], group=axis.group, async_op=True),
+    )
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Handle:
@@ -107,13 +118,14 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Handle:
     whole, part = _flat("all_gather", "output", output, axis), _flat("all_gather", "shard", shard, axis)
     _check_sizes("all_gather", "output", whole, "shard", part, axis)
     _check_overlap("all_gather", whole, part, axis, "output", "shard")
-    if axis.size == 1:
-        return _complete(axis, "all_gather", part, copy_to=whole)
-    if axis.backend == "gloo":
-        pending: _Pending = gloo.Gather(_call(axis, "all_gather", "", part), whole, part)
-    else:
-        pending = _native("all_gather", axis, lambda: _gather(whole, part, axis.group, async_op=True))
-    return Handle(pending, axis, "all_gather", _nbytes(whole))
+    return _issue(
+        axis,
+        "all_gather",
+        whole,
+        copy=(part, whole),
+        on_gloo=lambda call: gloo.Gather(call, whole, part),
+        on_others=lambda: _gather(whole, part, axis.group, async_op=True),
+    )
 
 
 def reduce_scatter(
@@ -130,17 +142,15 @@ def reduce_scatter(
     whole, part = _flat("reduce_scatter", "input", input, axis), _flat("reduce_scatter", "output", output, axis)
     _check_sizes("reduce_scatter", "input", whole, "output", part, axis)
     _check_overlap("reduce_scatter", whole, part, axis, "input", "output")
-    if axis.size == 1:
-        return _complete(axis, "reduce_scatter", whole, copy_to=part)
-    if axis.backend == "gloo":
-        pending: _Pending = gloo.reduce_scatter(_call(axis, "reduce_scatter", op, part), part, whole, op)
-    else:
-        pending = _native(
-            "reduce_scatter",
-            axis,
-            lambda: _reduce_scatter(part, whole, _REDUCE[op], axis.group, async_op=True),
-        )
-    return Handle(pending, axis, "reduce_scatter", _nbytes(whole))
+    return _issue(
+        axis,
+        "reduce_scatter",
+        whole,
+        argument=op,
+        copy=(whole, part),
+        on_gloo=lambda call: gloo.reduce_scatter(call, part, whole, op),
+        on_others=lambda: _reduce_scatter(part, whole, _REDUCE[op], axis.group, async_op=True),
+    )
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, *, src: int = 0) -> Handle:
@@ -148,17 +158,18 @@ def broadcast(tensor: torch.Tensor, axis: Axis, *, src: int = 0) -> Handle:
     if not 0 <= src < axis.size:
         raise ValueError(f"broadcast on axis '{axis.name}': src={src} is not a rank of the axis (0..{axis.size - 1})")
     flat = _flat("broadcast", "tensor", tensor, axis)
-    if axis.size == 1:
-        return _complete(axis, "broadcast", flat)
-    if axis.backend == "gloo":
-        pending: _Pending = gloo.Broadcast(_call(axis, "broadcast", f"from {src}", flat), flat, src)
-    else:
-        pending = _native("broadcast", axis, lambda: dist.broadcast(flat, group=axis.group, group_src=src, async_op=True))
-    return Handle(pending, axis, "broadcast", _nbytes(flat))
+    return _issue(
+        axis,
+        "broadcast",
+        flat,
+        argument=f"from {src}",
+        on_gloo=lambda call: gloo.Broadcast(call, flat, src),
+        on_others=lambda: dist.broadcast(flat, group=axis.group, group_src=src, async_op=True),
+    )
 
 
 def all_to_all(output: torch.Tensor, input: torch.Tensor, axis: Axis) -> Handle:
-    """Send the j-th of ``axis.size`` equal chunks of ``input`` to rank j; chunk j of ``output`` is what rank j sent here.
+    """Send chunk j of ``input`` to rank j; what rank j sends lands in chunk j of ``output``. All chunks are equal.
 
     Args:
         output, input: 1-D, equally long, a multiple of ``axis.size``, not overlapping.
@@ -172,31 +183,33 @@ def all_to_all(output: torch.Tensor, input: torch.Tensor, axis: Axis) -> Handle:
         )
     if _overlap(incoming, outgoing):
         raise ValueError(f"all_to_all on axis '{axis.name}': output and input share memory; they must be separate")
-    if axis.size == 1:
-        return _complete(axis, "all_to_all", outgoing, copy_to=incoming)
-    if axis.backend == "gloo":
-        pending: _Pending = gloo.AllToAll(_call(axis, "all_to_all", "", outgoing), incoming, outgoing)
-    else:
-        pending = _native(
-            "all_to_all", axis, lambda: dist.all_to_all_single(incoming, outgoing, group=axis.group, async_op=True)
-        )
-    return Handle(pending, axis, "all_to_all", _nbytes(outgoing))
+    return _issue(
+        axis,
+        "all_to_all",
+        outgoing,
+        copy=(outgoing, incoming),
+        on_gloo=lambda call: gloo.AllToAll(call, incoming, outgoing),
+        on_others=lambda: dist.all_to_all_single(incoming, outgoing, group=axis.group, async_op=True),
+    )
 
 
 def barrier(axis: Axis) -> None:
     """Return once every rank of the axis has called it. On CUDA the host waits too."""
-    if axis.size == 1:
-        return
     token = torch.zeros(1, dtype=torch.uint8, device=axis.device)
-    if axis.backend == "gloo":
-        Handle(gloo.all_reduce(_call(axis, "barrier", "", token), token, "max"), axis, "barrier", 0).wait()
-        return
-    Handle(_native("barrier", axis, lambda: dist.all_reduce(token, group=axis.group, async_op=True)), axis, "barrier", 0).wait()
-    token.item()
+    _issue(
+        axis,
+        "barrier",
+        token,
+        on_gloo=lambda call: gloo.all_reduce(call, token, "max"),
+        on_others=lambda: dist.all_reduce(token, group=axis.group, async_op=True),
+    ).wait()
+    token.item()  # the host waits for the stream
 
 
 def all_gather_object(value: object, axis: Axis) -> list[Any]:
-    """Every rank's ``value``, by rank in the axis, on all ranks. For small control data; values travel as JSON, never as pickles.
+    """Every rank's ``value``, by rank in the axis, on all ranks.
+
+    For small control data. Values travel as JSON, never as pickles.
 
     Raises:
         TypeError: ``value`` isn't made of dicts with string keys, lists, strings, numbers, booleans and None.
@@ -211,26 +224,30 @@ def all_gather_object(value: object, axis: Axis) -> list[Any]:
     padded = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8).to(axis.device)
     texts = torch.empty(axis.size * room, dtype=torch.uint8, device=axis.device)
     all_gather(texts, padded, axis).wait()
-    return [json.loads(bytes(chunk.tolist()[:count])) for chunk, count in zip(torch.split(texts, room), counts, strict=True)]
+    return [
+        json.loads(bytes(chunk.tolist()[:count])) for chunk, count in zip(torch.split(texts, room), counts, strict=True)
+    ]
 
 
 def _to_json(value: object, axis: Axis) -> bytes:
     try:
-        text = json.dumps(value)
+        return json.dumps(value).encode()
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"all_gather_object on axis '{axis.name}', rank {axis.world.rank}: {type(value).__name__} is not plain JSON data ({error}). "
-            "Pass dicts with string keys, lists, strings, numbers, booleans or None; use all_gather for tensors."
+            f"all_gather_object on axis '{axis.name}', rank {axis.world.rank}: {type(value).__name__} is not plain "
+            f"JSON data ({error}). Pass dicts with string keys, lists, strings, numbers, booleans or None; "
+            "use all_gather for tensors."
         ) from error
-    return text.encode()
 
 
-_REDUCE = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.AVG,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+_REDUCE = MappingProxyType(
+    {
+        "sum": dist.ReduceOp.SUM,
+        "mean": dist.ReduceOp.AVG,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+    }
+)
 
 
 # torch 2.13 renames these two and warns of the old names.
@@ -240,8 +257,41 @@ _reduce_scatter: Callable[..., dist.Work | None] = (
 )
 
 
-class _NativeWork:
-    """A collective of torch.distributed. ``Work.wait`` blocks the host on the CPU, and makes the current stream wait on CUDA."""
+def _issue(
+    axis: Axis,
+    op: str,
+    whole: torch.Tensor,
+    *,
+    argument: str = "",
+    copy: tuple[torch.Tensor, torch.Tensor] | None = None,
+    on_gloo: Callable[[gloo.Call], _Pending],
+    on_others: Callable[[], dist.Work | None],
+) -> Handle:
+    """Start a collective on whatever carries the axis.
+
+    Args:
+        whole: the buffer whose size counts in the ledger.
+        argument: what all ranks must agree on besides the sizes.
+        copy: from where to where one rank alone copies.
+    """
+    if axis.size == 1:
+        if copy is not None and copy[0].data_ptr() != copy[1].data_ptr():
+            copy[1].copy_(copy[0])
+        return Handle(None, axis, op, 0)
+    if axis.backend == "gloo":
+        call = gloo.Call(axis=axis, op=op, detail=f"{op} {argument}".rstrip(), dtype=whole.dtype)
+        return Handle(on_gloo(call), axis, op, _nbytes(whole))
+    try:
+        work = on_others()
+    except RuntimeError as error:
+        raise CollectiveError(str(error), op=op, axis=axis.name, rank=axis.world.rank) from error
+    if work is None:
+        raise CollectiveError("this process is not in the axis' group", op=op, axis=axis.name, rank=axis.world.rank)
+    return Handle(_Native(work), axis, op, _nbytes(whole))
+
+
+class _Native:
+    """A collective of torch.distributed: waiting blocks the host on the CPU, and only the current stream on CUDA."""
 
     def __init__(self, work: dist.Work) -> None:
         self._work = work
@@ -250,24 +300,42 @@ class _NativeWork:
         self._work.wait()
 
 
-def _native(op: str, axis: Axis, issue: Callable[[], dist.Work | None]) -> _NativeWork:
-    try:
-        work = issue()
-    except RuntimeError as error:
-        raise CollectiveError(str(error), op=op, axis=axis.name, rank=axis.world.rank) from error
-    if work is None:
-        raise CollectiveError("this process is not in the axis' group", op=op, axis=axis.name, rank=axis.world.rank)
-    return _NativeWork(work)
+class _HostClock:
+    """The time from the issue to the observed completion, on the host."""
+
+    def __init__(self) -> None:
+        self._time = -perf_counter()
+
+    def stop(self) -> None:
+        self._time += perf_counter()
+
+    def over(self) -> bool:
+        return True
+
+    def seconds(self) -> float:
+        return self._time
 
 
-def _complete(axis: Axis, op: str, source: torch.Tensor, copy_to: torch.Tensor | None = None) -> Handle:
-    if copy_to is not None and copy_to.data_ptr() != source.data_ptr():
-        copy_to.copy_(source)
-    return Handle(None, axis, op, 0)
+class _CudaClock:
+    """The same on the current stream, which observes the completion. To be read later: reading waits for it."""
+
+    def __init__(self) -> None:
+        self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._start.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def over(self) -> bool:
+        return bool(self._end.query())
+
+    def seconds(self) -> float:
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1e3
 
 
-def _call(axis: Axis, op: str, argument: str, tensor: torch.Tensor) -> gloo.Call:
-    return gloo.Call(axis=axis, op=op, detail=f"{op} {argument}".rstrip(), dtype=tensor.dtype)
+def _clock(device: torch.device) -> _HostClock | _CudaClock:
+    return _CudaClock() if device.type == "cuda" else _HostClock()
 
 
 def _flat(op: str, name: str, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -276,15 +344,17 @@ def _flat(op: str, name: str, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
         raise ValueError(f"{op} on axis '{axis.name}': {name} is on {tensor.device}, the axis works on {axis.device}")
     if not tensor.is_contiguous():
         raise ValueError(
-            f"{op} on axis '{axis.name}': {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous. "
-            "Pass tensor.contiguous(), or the flat buffer that it is a view of."
+            f"{op} on axis '{axis.name}': {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not "
+            "contiguous. Pass tensor.contiguous(), or the flat buffer that it is a view of."
         )
     return tensor.detach().view(-1)
 
 
 def _check_dtypes(op: str, a_name: str, a: torch.Tensor, b_name: str, b: torch.Tensor, axis: Axis) -> None:
     if a.dtype != b.dtype:
-        raise TypeError(f"{op} on axis '{axis.name}': {a_name} is {a.dtype}, {b_name} is {b.dtype}; they must be the same")
+        raise TypeError(
+            f"{op} on axis '{axis.name}': {a_name} is {a.dtype}, {b_name} is {b.dtype}; they must be the same"
+        )
 
 
 def _check_sizes(op: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor, axis: Axis) -> None:
@@ -296,12 +366,14 @@ def _check_sizes(op: str, whole_name: str, whole: torch.Tensor, part_name: str, 
         )
 
 
-def _check_overlap(op: str, whole: torch.Tensor, part: torch.Tensor, axis: Axis, whole_name: str, part_name: str) -> None:
-    own = whole.data_ptr() + axis.rank * part.numel() * part.element_size()
-    if _overlap(whole, part) and part.data_ptr() != own:
+def _check_overlap(
+    op: str, whole: torch.Tensor, part: torch.Tensor, axis: Axis, whole_name: str, part_name: str
+) -> None:
+    start, stop = axis.rank * part.numel(), (axis.rank + 1) * part.numel()
+    if _overlap(whole, part) and part.data_ptr() != whole.data_ptr() + start * part.element_size():
         raise ValueError(
-            f"{op} on axis '{axis.name}': {part_name} lies inside {whole_name}, but not at rank {axis.rank}'s own slice. "
-            f"It may be {whole_name}[{axis.rank * part.numel()}:{(axis.rank + 1) * part.numel()}], or separate memory."
+            f"{op} on axis '{axis.name}': {part_name} lies inside {whole_name}, but not at rank {axis.rank}'s own "
+            f"slice. It may be {whole_name}[{start}:{stop}], or separate memory."
         )
 
 

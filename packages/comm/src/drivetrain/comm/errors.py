@@ -6,7 +6,8 @@ from __future__ import annotations
 class CollectiveError(RuntimeError):
     """A collective did not complete: a peer is gone, never came, or issued something else.
 
-    After it the axis is broken: buffers that were in flight hold undefined values, and further collectives on the axis fail too.
+    After it the axis is broken: buffers that were in flight hold undefined values, and further collectives on the
+    axis fail too.
 
     Attributes:
         op: the collective, as its public function is called.

@@ -13,8 +13,9 @@ where it belongs. For one exchange each peer gets
 Frames are tagged by the sequence number alone, so the frames of one call always meet, and are compared. The tag of a
 payload also hashes the operation and the size, so payloads that don't belong together never meet.
 
-Large pieces that must be summed arrive part by part in a small ring of scratch; a thread folds each part while it is in
-the cache and the next ones are on the wire. An all-reduce sends every folded part on at once, so its two rounds overlap.
+Large pieces that must be summed arrive part by part in a small ring of scratch; a thread folds each part while it is
+in the cache and the next ones are on the wire. An all-reduce sends every folded part on at once, so its two rounds
+overlap.
 
 Invariants:
 
@@ -22,8 +23,8 @@ Invariants:
 - scratch is bounded: ``WINDOW * PART_BYTES`` for each peer, less for small pieces, and gone when the call is complete;
 - no progress depends on the order in which handles are waited for, so that order is free, on every rank for itself.
 
-A message from or to a peer that has died ends with gloo's connection error, and becomes a ``CollectiveError`` that names
-the peer.
+A message from or to a peer that has died ends with gloo's connection error, and becomes a ``CollectiveError`` that
+names the peer.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Exchange:
         self._sent: list[tuple[int, torch.Tensor, dist.Work]] = []
 
     def receive(self, pieces: Mapping[int, torch.Tensor], *, part: int | None = None) -> None:
-        """Post the receives of pieces, by rank in the axis of who sends them; in messages of ``part`` bytes if given."""
+        """Post the receives of pieces, by rank in the axis of who sends them; in parts of ``part`` bytes if given."""
         for peer, piece in pieces.items():
             raw = _bytes(piece)
             nbytes = raw.numel()
@@ -95,7 +96,7 @@ class Exchange:
                 self._received.append((peer, view, self.receive_part(view, peer, nbytes)))
 
     def send(self, pieces: Mapping[int, torch.Tensor], *, part: int | None = None) -> None:
-        """Send pieces, by rank in the axis of who gets them; in messages of ``part`` bytes if given."""
+        """Send pieces, by rank in the axis of who gets them; in parts of ``part`` bytes if given."""
         for peer, piece in pieces.items():
             raw = _bytes(piece)
             nbytes = raw.numel()
@@ -115,7 +116,7 @@ class Exchange:
         self._announce(peer, nbytes)
 
     def receive_part(self, part: torch.Tensor, peer: int, nbytes: int) -> dist.Work:
-        """Post the receive of the next part of a piece of ``nbytes``. Parts arrive in the order in which they are sent."""
+        """Post the receive of the next part of a piece of ``nbytes``. Parts arrive in the order of their sending."""
         return self._post(self._group.recv, _bytes(part), peer, self._tag(nbytes))
 
     def send_part(self, part: torch.Tensor, peer: int, nbytes: int) -> None:

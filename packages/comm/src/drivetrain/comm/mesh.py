@@ -1,16 +1,17 @@
 """Ranks arranged along named axes, and the communicators over them.
 
-Problem: a job with several kinds of parallelism needs many overlapping groups of ranks, and a process group can only be made if all
-ranks make the same ones in the same order.
+Problem: a job with several kinds of parallelism needs many overlapping groups of ranks, and a process group can only
+be made if all ranks make the same ones in the same order.
 
-Idea: the ranks are the cells of one grid, row-major over ``AXES``: neighbours along the last axes are neighbours in rank, so the axes
-that talk most (tensor, expert) stay inside a host. A group is asked for by the names of the axes that it runs along. ``Mesh`` is the only maker of
-process groups.
+Idea: the ranks are the cells of one grid, row-major over ``AXES``: neighbours along the last axes are neighbours in
+rank, so the axes that talk most (tensor, expert) stay inside a host. A group is asked for by the names of the axes
+that it runs along. ``Mesh`` is the only maker of process groups.
 
 Invariants:
 
 - ``Mesh.axis`` is collective over the world the first time for given names and channel, and a look-up afterwards;
-- within a group, ranks are in the order of the grid, first-named axis outermost, whatever order the names were given in;
+- within a group, ranks are in the order of the grid, first-named axis outermost, whatever order the names were given
+  in;
 - an axis of one rank owns no process group unless somebody asks for it (``Axis.group``).
 """
 
@@ -44,7 +45,14 @@ class Axis:
     """
 
     def __init__(
-        self, *, name: str, channel: str, ranks: tuple[int, ...], world: World, ledger: Ledger, make: Callable[[], dist.ProcessGroup]
+        self,
+        *,
+        name: str,
+        channel: str,
+        ranks: tuple[int, ...],
+        world: World,
+        ledger: Ledger,
+        make: Callable[[], dist.ProcessGroup],
     ) -> None:
         self.name = name
         self.channel = channel
@@ -67,7 +75,7 @@ class Axis:
         return self._group
 
     def next_sequence(self) -> int:
-        """The number of the next collective on this axis. Every rank of the axis must issue the same ones in the same order."""
+        """The number of the next collective on this axis, the same on all its ranks as they issue the same ones."""
         return next(self._sequence)
 
     def __repr__(self) -> str:
@@ -110,20 +118,35 @@ class Mesh:
         Raises:
             ValueError: a size is not positive, or the product of the sizes is not the number of ranks.
         """
-        given = {"pipeline": pipeline, "data": data, "shard": shard, "sequence": sequence, "tensor": tensor, "expert": expert}
+        given = {
+            "pipeline": pipeline,
+            "data": data,
+            "shard": shard,
+            "sequence": sequence,
+            "tensor": tensor,
+            "expert": expert,
+        }
         for name, size in given.items():
             if size is not None and size < 1:
                 raise ValueError(f"mesh axis '{name}' has size {size}; it must be at least 1")
         fixed = math.prod(size for size in given.values() if size is not None)
         if shard is None and world.size % fixed:
-            raise ValueError(f"{_product(given)} = {fixed} does not divide the world of {world.size} ranks: no size is left for 'shard'")
+            raise ValueError(
+                f"{_product(given)} = {fixed} does not divide the world of {world.size} ranks: "
+                "no size is left for 'shard'"
+            )
         sizes = {name: world.size // fixed if size is None else size for name, size in given.items()}
         if math.prod(sizes.values()) != world.size:
-            raise ValueError(f"{_product(given)} = {fixed}, but the world has {world.size} ranks; the product must be that number")
+            raise ValueError(
+                f"{_product(given)} = {fixed}, but the world has {world.size} ranks; the product must be that number"
+            )
         return cls(world, sizes, ledger if ledger is not None else Ledger())
 
     def axis(self, *names: str, channel: str = "main") -> Axis:
-        """The communicator of this rank along the named axes. COLLECTIVE over the world on the first use of (names, channel).
+        """The communicator of this rank along the named axes.
+
+        COLLECTIVE over the world on the first use of these names with this channel. A channel is a separate process
+        group over the same ranks, so that independent streams of collectives don't get in each other's order.
 
         Raises:
             ValueError: no name, an unknown name, or a name given twice.
@@ -132,7 +155,9 @@ class Mesh:
             if name not in AXES:
                 raise ValueError(f"unknown mesh axis '{name}'; the axes are {', '.join(AXES)}")
         if not names or len(set(names)) != len(names):
-            raise ValueError(f"axis() takes one or several different names, got {names}; the axes are {', '.join(AXES)}")
+            raise ValueError(
+                f"axis() takes one or several different names, got {names}; the axes are {', '.join(AXES)}"
+            )
         ordered = tuple(name for name in AXES if name in names)
         key = (ordered, channel)
         if key not in self._axes:
@@ -167,7 +192,9 @@ class Mesh:
     ) -> dist.ProcessGroup:
         world: dist.ProcessGroup | None = dist.group.WORLD
         if world is None:
-            raise RuntimeError(f"axis '{name}': no process group is running. Call drivetrain.comm.init() before Mesh.create().")
+            raise RuntimeError(
+                f"axis '{name}': no process group is running. Call drivetrain.comm.init() before Mesh.create()."
+            )
         if self.world.size == 1 or (len(groups) == 1 and channel == "main" and self.world.backend != "gloo"):
             return world  # on gloo our point-to-point tags must not meet those of other users of the world's group
         description = f"{name}:{channel}"
@@ -188,7 +215,7 @@ class Mesh:
 
 
 def groups_along(sizes: dict[str, int], names: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-    """The groups of ranks of a row-major grid that differ only along ``names``. Pure: every rank computes the same list.
+    """The groups of ranks of a row-major grid that differ only along ``names``.
 
     The groups partition all ranks; each is in ascending order, and the groups are ordered by their first rank.
     """

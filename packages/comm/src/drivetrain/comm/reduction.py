@@ -1,30 +1,35 @@
 """Summing what several ranks sent, always the same way.
 
-The result of a reduction is defined as a left fold in rank order, ``((x0 + x1) + x2) + ...``, in fp32 for 16-bit floats, scaled (for a
-mean) and rounded once at the end. It depends on nothing else: neither on timing, nor on how the tensor was cut into buckets or shards.
+The result of a reduction is defined as a left fold in rank order, ``((x0 + x1) + x2) + ...``, in fp32 for 16-bit
+floats, scaled (for a mean) and rounded once at the end. It depends on nothing else: neither on timing, nor on how the
+tensor was cut into buckets or shards.
 
-Large tensors are folded block by block, with an accumulator that fits in the cache: memory is read once per operand and written once.
+Large tensors are folded block by block, with an accumulator that fits in the cache: memory is read once per operand
+and written once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Literal, TypeAlias
 
 import torch
 
 Op: TypeAlias = Literal["sum", "mean", "max", "min"]
 
-# Elements. Small enough for a cache, and below the 32768 from which torch would share one operation among its threads: folding
-# may run beside a computation that uses them.
+# Elements. Small enough for a cache, and below the 32768 from which torch would share one operation among its threads:
+# folding may run beside a computation that uses them.
 _BLOCK: Final = 28672
 
-_COMBINE: Final[dict[Op, Callable[..., torch.Tensor]]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
+_COMBINE: Final[Mapping[Op, Callable[..., torch.Tensor]]] = MappingProxyType(
+    {
+        "sum": torch.add,
+        "mean": torch.add,
+        "max": torch.maximum,
+        "min": torch.minimum,
+    }
+)
 
 
 def check_op(op: str, dtype: torch.dtype, allowed: Sequence[str]) -> None:
@@ -32,9 +37,13 @@ def check_op(op: str, dtype: torch.dtype, allowed: Sequence[str]) -> None:
     if op not in allowed:
         raise ValueError(f"op '{op}' is not known here; it must be one of {', '.join(allowed)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        raise TypeError(f"op 'mean' needs a floating-point tensor, got {dtype}. Reduce with 'sum' and divide, or convert first.")
+        raise TypeError(
+            f"op 'mean' needs a floating-point tensor, got {dtype}. Reduce with 'sum' and divide, or convert first."
+        )
     if op == "sum" and dtype is torch.bool:
-        raise TypeError("op 'sum' is not defined for torch.bool. Use 'max' for any, 'min' for all, or convert to an integer type.")
+        raise TypeError(
+            "op 'sum' is not defined for torch.bool. Use 'max' for any, 'min' for all, or convert to an integer type."
+        )
     if op in ("max", "min") and dtype.is_complex:
         raise TypeError(f"op '{op}' is not defined for {dtype}: complex numbers have no order.")
 

@@ -1,11 +1,11 @@
 """Joining the job: from the environment that ``torchrun`` sets, or alone in one process.
 
-The process group of torch.distributed is process-wide, so what ``init`` made is remembered per group: a group that is destroyed
-takes its ``World`` with it, and ``shutdown`` never destroys a group that somebody else made.
+The process group of torch.distributed is process-wide, so what ``init`` made is remembered per group: a group that is
+destroyed takes its ``World`` with it, and ``shutdown`` never destroys a group that somebody else made.
 
-A world of one rank takes no network port for the rendezvous (the store lives in memory). Where all ranks are on this host
-(``MASTER_ADDR`` is the loopback), gloo is told to stay on the loopback interface too: it would otherwise resolve the host's name, which fails on
-many laptops and opens the job to the network.
+A world of one rank takes no network port for the rendezvous (the store lives in memory). Where all ranks are on this
+host (``MASTER_ADDR`` is the loopback), gloo is told to stay on the loopback interface too: it would otherwise resolve
+the host's name, which fails on many laptops and opens the job to the network.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class World:
     timeout: timedelta | None = None  # of every collective; None: torch's default for the backend
 
 
-_MADE: Final[WeakKeyDictionary[dist.ProcessGroup, World]] = WeakKeyDictionary()
+_MADE: Final = WeakKeyDictionary[dist.ProcessGroup, World]()  # state: mirrors torch's default group
 
 
 def init(
@@ -49,7 +49,7 @@ def init(
     device: torch.device | str | None = None,
     timeout: timedelta | None = None,
 ) -> World:
-    """Join the process group of the job, or make one of a single rank where no launcher set ``RANK`` and ``WORLD_SIZE``.
+    """Join the job's process group, or make one of a single rank where no launcher set ``RANK`` and ``WORLD_SIZE``.
 
     Idempotent: while a process group runs, whoever made it, its ``World`` is returned.
 
@@ -59,7 +59,8 @@ def init(
         timeout: how long a collective, and the rendezvous, may wait for the other ranks.
 
     Raises:
-        ValueError: the environment is incomplete or contradictory, or the backend does not fit the device or the running group.
+        ValueError: the environment is incomplete or contradictory, or the backend does not fit the device or the
+            running group.
         RuntimeError: the backend is not in this build of torch.
         TimeoutError: the other ranks did not come.
     """
@@ -91,8 +92,8 @@ def _running(backend: str | None, device: torch.device | None) -> World:
     name = dist.get_backend()
     if backend is not None and backend != name:
         raise ValueError(
-            f"rank {dist.get_rank()}: the running process group uses the backend '{name}', but init was asked for '{backend}'. "
-            "Call shutdown() first, or leave backend out."
+            f"rank {dist.get_rank()}: the running process group uses the backend '{name}', but init was asked for "
+            f"'{backend}'. Call shutdown() first, or leave backend out."
         )
     group = dist.group.WORLD
     world = _MADE.get(group) if group is not None else None
@@ -128,12 +129,14 @@ def _place(env: Mapping[str, str]) -> World:
             if name not in env:
                 raise ValueError(
                     f"rank {rank} of {size}: {name} is not set, so the ranks cannot find each other. "
-                    f"Start the script with torchrun or `drivetrain run`, or set {name} to rank 0's address or port on every rank."
+                    f"Start the script with torchrun or `drivetrain run`, or set {name} on all ranks to that of rank 0."
                 )
         _integer(env, "MASTER_PORT", 0)
     local_rank = _integer(env, "LOCAL_RANK", rank)
     local_size = _integer(env, "LOCAL_WORLD_SIZE", size)
-    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=torch.device("cpu"), backend="")
+    return World(
+        rank=rank, size=size, local_rank=local_rank, local_size=local_size, device=torch.device("cpu"), backend=""
+    )
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:
@@ -163,9 +166,13 @@ def _check_backend(name: str, device: torch.device) -> None:
         why = "this process sees no CUDA device" if not torch.cuda.is_available() else f"the device is {device}"
         raise ValueError(f"backend 'nccl' moves CUDA tensors, but {why}. Use backend='gloo' for the CPU.")
     if name == "gloo" and device.type != "cpu":
-        raise ValueError(f"backend 'gloo' moves CPU tensors here, but the device is {device}. Use backend='nccl' for CUDA.")
+        raise ValueError(
+            f"backend 'gloo' moves CPU tensors here, but the device is {device}. Use backend='nccl' for CUDA."
+        )
     if not dist.is_backend_available(name):
-        raise RuntimeError(f"backend '{name}' is not in this build of torch ({torch.__version__}). Install a build that has it.")
+        raise RuntimeError(
+            f"backend '{name}' is not in this build of torch ({torch.__version__}). Install a build that has it."
+        )
 
 
 def _join(world: World) -> None:
@@ -182,8 +189,9 @@ def _join(world: World) -> None:
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TimeoutError(
-            f"rank {world.rank} of {world.size}: the ranks did not all meet at {where}. Check that {world.size} ranks were started, "
-            f"that they are alive, and that this address reaches rank 0 from every host. torch says: {error}"
+            f"rank {world.rank} of {world.size}: the ranks did not all meet at {where}. Check that {world.size} ranks "
+            "were started, that they are alive, and that this address reaches rank 0 from every host. "
+            f"torch says: {error}"
         ) from error
 
 

@@ -7,6 +7,7 @@ seconds.
 from __future__ import annotations
 
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,20 +23,22 @@ if TYPE_CHECKING:
     from drivetrain.engine.record import StepRecord
     from drivetrain.engine.snapshot import MODULE_ONLY, LoadParts
 
-_HOMES = {
-    "CheckpointError": "checkpoint",
-    "CheckpointNotFoundError": "checkpoint",
-    "Config": "config",
-    "ConfigError": "config",
-    "Engine": "engine",
-    "ExportOptions": "checkpoint",
-    "LoadParts": "snapshot",
-    "LoadReport": "checkpoint",
-    "MODULE_ONLY": "snapshot",
-    "SaveOptions": "checkpoint",
-    "StepRecord": "record",
-    "initialize": "engine",
-}
+_HOMES = MappingProxyType(
+    {
+        "CheckpointError": "checkpoint",
+        "CheckpointNotFoundError": "checkpoint",
+        "Config": "config",
+        "ConfigError": "config",
+        "Engine": "engine",
+        "ExportOptions": "checkpoint",
+        "LoadParts": "snapshot",
+        "LoadReport": "checkpoint",
+        "MODULE_ONLY": "snapshot",
+        "SaveOptions": "checkpoint",
+        "StepRecord": "record",
+        "initialize": "engine",
+    }
+)
 
 __all__ = [
     "MODULE_ONLY",

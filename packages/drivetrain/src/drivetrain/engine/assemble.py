@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from drivetrain.zero import LossScalePolicy, LossScaler, Policy, ShardedModule, 
 
 log = logging.getLogger("drivetrain.engine")
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32})
 MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -139,15 +140,28 @@ def _optimization(
     trained: Parameters = [p for p in sharded.module.parameters() if p.requires_grad]
     if given.parameters is not None:
         trained = given.parameters
+    elif not trained and (given.optimizer or config.optimizer) is not None:
+        raise ValueError(
+            f"no parameter of {type(sharded.module).__name__} requires gradients, so there is nothing to optimize; "
+            "unfreeze some before initialize, or leave the optimizer out"
+        )
     if isinstance(given.optimizer, torch.optim.Optimizer):
         optimizer = given.optimizer
     elif given.optimizer is not None:
         optimizer = given.optimizer(trained)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"the function given as optimizer= returned something of type {type(optimizer).__name__}, not a "
+                "torch.optim.Optimizer"
+            )
     elif config.optimizer is not None:
         optimizer = build_optimizer(config.optimizer, trained)
     else:
         if given.lr_scheduler is not None or config.scheduler is not None:
-            raise ValueError("there is a learning-rate schedule but no optimizer for it")
+            raise ValueError(
+                'there is a learning-rate schedule but no optimizer for it: add an "optimizer" section to the '
+                "configuration, or pass optimizer= to initialize"
+            )
         return None, None
     schedule = build_schedule(config.scheduler, optimizer, given.lr_scheduler)
     sharded_optimizer = ShardedOptimizer(

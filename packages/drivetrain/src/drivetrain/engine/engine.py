@@ -10,8 +10,9 @@ scale.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,13 +25,17 @@ from torch.utils.data import Dataset
 from drivetrain.comm import Ledger, Mesh, all_reduce
 from drivetrain.engine.assemble import Given, MakeOptimizer, MakeScheduler, Parts, assemble
 from drivetrain.engine.checkpoint import (
+    CheckpointError,
     Exported,
     ExportOptions,
     LoadedCheckpoint,
     LoadOptions,
     RandomState,
     SaveOptions,
+    StoredCheckpoint,
     TagValidation,
+    agree,
+    check_fit,
     export_tensors,
     load,
     open_checkpoint,
@@ -43,6 +48,7 @@ from drivetrain.engine.record import Counters, StepRecord
 from drivetrain.engine.snapshot import (
     MODEL,
     LoadParts,
+    check_optimizer,
     finish_optimizer,
     model_tensors,
     optimizer_metadata,
@@ -82,8 +88,13 @@ def initialize(
 
     Raises:
         ConfigError: the configuration, with every problem in it.
-        ValueError: model, optimizer or mesh do not go with it.
+        TypeError, ValueError: model, optimizer, data or mesh do not go with it.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            "initialize takes a torch.nn.Module and then a configuration; the first one given is of type "
+            f"{type(model).__name__}"
+        )
     given = Given(
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
@@ -190,13 +201,39 @@ class Engine:
         return self.forward(*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """The module's forward.
+
+        Raises:
+            RuntimeError: whatever the module raises; where dtypes do not go together, with those of the inputs.
+        """
         self._scaled = False
         self.sharded.closes_step = self.closes_step and not self._held
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             inputs, kwargs = _cast_floats(inputs), _cast_floats(kwargs)
         with self.timers.measure("forward"):
-            return self.module(*inputs, **kwargs)
+            try:
+                return self.module(*inputs, **kwargs)
+            except RuntimeError as error:
+                text = self._dtype_text(error, (inputs, kwargs))
+                if text is None:
+                    raise
+                raise RuntimeError(text) from error
+
+    def _dtype_text(self, error: RuntimeError, inputs: object) -> str | None:
+        """An error about dtypes, with what came in and what the parameters compute in; None if it is about others."""
+        if type(error) is not RuntimeError or "type" not in str(error):
+            return None
+        ours = {bucket.dtype for bucket in self.sharded.buckets}
+        found: set[torch.dtype] = set()
+        _map_tensors(inputs, lambda tensor: found.add(tensor.dtype))
+        strange = {dtype for dtype in found - ours if dtype.is_floating_point}
+        if not strange:
+            return None
+        cast = ', or set "auto_cast" in the fp16 section' if self.config.fp16.enabled else ""
+        return (
+            f"rank {self.rank}: {error}. Parameters compute in {_listed(ours)}, and inputs came in {_listed(strange)}: "
+            f"convert them before they reach the engine{cast}"
+        )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the loss scale, for ``engine.scale(loss).backward()``."""
@@ -214,7 +251,15 @@ class Engine:
 
         Returns:
             The loss so divided.
+
+        Raises:
+            TypeError, ValueError: ``loss`` is no such tensor.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"rank {self.rank}: engine.backward takes the loss tensor, got a {type(loss).__name__} (loss.item() "
+                "and float(loss) have no graph)"
+            )
         if loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
                 f"rank {self.rank}: engine.backward takes a scalar loss that depends on trained parameters, got a "
@@ -246,16 +291,22 @@ class Engine:
             self._held = held
 
     def step(self) -> StepRecord:
-        """Close a micro-batch, and update the parameters if it was the last one of its step. Collective."""
+        """Close a micro-batch, and update the parameters if it was the last one of its step. Collective.
+
+        Raises:
+            RuntimeError: there is no optimizer, this is inside `no_sync`, or no rank has a gradient.
+            NonFiniteGradientError: steps were skipped too often in a row.
+        """
         optimizer = self._need_optimizer()
         if self._held:
-            raise RuntimeError("engine.step() inside no_sync() would update from gradients that were not reduced")
-        closes = self.closes_step
+            raise RuntimeError(
+                f"rank {self.rank}: engine.step() inside no_sync() would update from gradients that were not reduced; "
+                "call it after the block"
+            )
         counters = self.counters
-        counters.micro_steps += 1
-        counters.global_samples += self.batch.micro * self.sharded.axis.size
         index = counters.applied_steps
-        if not closes:
+        if not self.closes_step:
+            self._count_micro_batch()
             done = counters.micro_steps % self.batch.accumulation
             return StepRecord(
                 step=index,
@@ -271,6 +322,7 @@ class Engine:
         lr = self.learning_rates[0]
         with self.timers.measure("step"):
             result = optimizer.step()
+        self._count_micro_batch()
         counters.global_steps += 1
         counters.skipped_steps += not result.stepped
         if self.schedule is not None:
@@ -287,6 +339,10 @@ class Engine:
         self.observer.stepped(self.counters, record)
         return record
 
+    def _count_micro_batch(self) -> None:
+        self.counters.micro_steps += 1
+        self.counters.global_samples += self.batch.micro * self.sharded.axis.size
+
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One whole optimizer step: all its micro-batches, then the update. Collective.
 
@@ -297,15 +353,36 @@ class Engine:
 
         Returns:
             The mean loss over micro-batches and ranks. What the update did is in ``last_step``.
+
+        Raises:
+            StopIteration: ``data_iter`` is at its end, and so is the last step.
+            RuntimeError: it ended in the middle of a step; or there is no training data.
+            TypeError, ValueError: it is no iterator; the module returned no loss.
         """
         batches = data_iter if data_iter is not None else self._training_batches()
-        losses = []
-        for _ in range(self.batch.accumulation):
-            loss = loss_of(self.call_with(next(batches)))
+        if not isinstance(batches, Iterator):
+            raise TypeError(
+                f"rank {self.rank}: train_batch takes an iterator over micro-batches, found something of type "
+                f"{type(batches).__name__}; make an iterator with iter(...) and pass the same one every time"
+            )
+        losses: list[torch.Tensor] = []
+        for done in range(self.batch.accumulation):
+            loss = loss_of(self.call_with(self._next(batches, done)))
             losses.append(loss.detach().float())
             self.backward(loss)
             self.last_step = self.step()
         return self._mean(torch.stack(losses).mean())
+
+    def _next(self, batches: Iterator[Any], done: int) -> Any:
+        try:
+            return next(batches)
+        except StopIteration as end:
+            if done == 0:
+                raise
+            raise RuntimeError(
+                f"rank {self.rank}: data_iter ended after {done} of the {self.batch.accumulation} micro-batches of a "
+                "step; give it as many as gradient_accumulation_steps says, or let it repeat"
+            ) from end
 
     def call_with(self, batch: Any) -> Any:
         """Run the module on a batch, moved to the device."""
@@ -357,7 +434,7 @@ class Engine:
             options: see `SaveOptions`.
 
         Raises:
-            RuntimeError: in the middle of an accumulation; the gradients so far would be lost.
+            RuntimeError: in the middle of an accumulation, or between backward and step; gradients would be lost.
             CheckpointError: it could not be written; what was there before is untouched.
         """
         if self.counters.micro_steps % self.batch.accumulation and self.config.managed_gradient_accumulation:
@@ -365,6 +442,11 @@ class Engine:
                 f"rank {self.rank}: save in the middle of an accumulation (micro-batch "
                 f"{self.counters.micro_steps % self.batch.accumulation} of {self.batch.accumulation}) would lose its "
                 "gradients; save after the step that updates"
+            )
+        if self.sharded.holds_gradients:
+            raise RuntimeError(
+                f"rank {self.rank}: save between backward and step would lose the gradients; save after engine.step(), "
+                "or drop them first with engine.sharded.zero_grad()"
             )
         axis = self._checkpoint_axis
         tensors = model_tensors(self.sharded)
@@ -380,7 +462,7 @@ class Engine:
             metadata["optimizer"] = optimizer_metadata(self.optimizer, axis)
         return save(
             directory,
-            tag or f"global_step{self.counters.global_steps}",
+            f"global_step{self.counters.global_steps}" if tag is None else tag,
             tensors=tensors,
             axis=axis,
             metadata=metadata,
@@ -404,42 +486,64 @@ class Engine:
             directory: as given to `save`.
             tag: which checkpoint; None takes the latest.
             parts: what to load besides the module; all of it by default.
-            strict: raise if anything asked for is missing or has another shape.
+            strict: raise if anything asked for is missing or has another shape, or if the checkpoint holds weights
+                that the module has no place for.
 
         Returns:
             The report of what was filled, missing and unexpected, with the client state.
 
         Raises:
             CheckpointNotFoundError: nothing is there.
-            CheckpointError: it is damaged, or does not fit; ``strict`` decides what does not fit.
+            CheckpointError: it is damaged, or does not fit; ``strict`` decides what does not fit. Unless a file was
+                found damaged on the way, nothing has changed.
         """
         parts = parts or LoadParts()
-        self.sharded.zero_grad()
         tensors = model_tensors(self.sharded)
         optimizer = self.optimizer if parts.optimizer else None
+        only_model = LoadOptions(strict=strict, prefixes=(MODEL,), exhaustive=(MODEL,))
+        opened: list[StoredCheckpoint] = []
+
+        def examine() -> None:
+            stored = open_checkpoint(directory, tag)
+            check_fit(stored, tensors, only_model)
+            if optimizer is not None:
+                check_optimizer(optimizer, stored)
+            self._take_positions(stored, parts)
+            opened.append(stored)
+
+        agree(examine, self._checkpoint_axis)
+        (stored,) = opened
+        self.sharded.zero_grad()
         if optimizer is not None:
-            prepare_optimizer(optimizer, open_checkpoint(directory, tag))
+            prepare_optimizer(optimizer, stored)
             tensors.update(optimizer_tensors(optimizer, "load"))
-        options = LoadOptions(strict=strict, prefixes=() if optimizer is not None else (MODEL,))
-        loaded = load(directory, tag, tensors=tensors, axis=self._checkpoint_axis, options=options)
+        options = only_model if optimizer is None else replace(only_model, prefixes=())
+        loaded = load(directory, stored.manifest.tag, tensors=tensors, axis=self._checkpoint_axis, options=options)
         self.sharded.refresh_parameters()
         metadata = loaded.metadata
         if optimizer is not None:
             finish_optimizer(optimizer, metadata["optimizer"])
         if parts.schedule:
             self.counters = Counters(**metadata["counters"])
-            if self.schedule is not None and metadata["schedule"] is not None:
-                self.schedule.load_state_dict(metadata["schedule"])
             if self.schedule is not None:
                 self.schedule.apply(self.counters.applied_steps)
-        if parts.data and self.train_loader is not None and metadata["data"] is not None:
-            self.train_loader.load_state_dict(metadata["data"])
-            self._batches = None
         if parts.random and loaded.random_state is not None:
             loaded.random_state.restore(self.device)
         if parts.schedule:
             self.observer.sinks.rewind(self.counters.global_steps)
         return loaded
+
+    def _take_positions(self, stored: StoredCheckpoint, parts: LoadParts) -> None:
+        """Those of the data and of the schedule: they know best whether they fit, and have done nothing if not."""
+        metadata = stored.manifest.metadata
+        try:
+            if parts.data and self.train_loader is not None and metadata["data"] is not None:
+                self.train_loader.load_state_dict(metadata["data"])
+                self._batches = None
+            if parts.schedule and self.schedule is not None and metadata["schedule"] is not None:
+                self.schedule.load_state_dict(metadata["schedule"])
+        except ValueError as error:
+            raise CheckpointError(f"{stored.path} does not fit this run: {error} (see LoadParts)") from error
 
     def export(self, directory: str | Path, *, options: ExportOptions | None = None) -> Exported:
         """Write the whole weights as safetensors that ``transformers`` loads. Collective; rank 0 writes.
@@ -461,15 +565,44 @@ class Engine:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a module returned: itself, its ``loss``, or its first item."""
-    if isinstance(output, torch.Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, (tuple, list)) and output:
-        loss = output[0]
+    """The loss in what a module returned: itself, its ``loss``, or its first item.
+
+    Raises:
+        TypeError: there is none.
+        ValueError: it is no scalar.
+    """
+    loss: Any = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif not isinstance(output, torch.Tensor):
+        loss = getattr(output, "loss", None)
+        if loss is None and isinstance(output, (tuple, list)) and output:
+            loss = output[0]
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"the module returned a {type(output).__name__} in which no loss tensor was found")
+        raise TypeError(
+            f"no loss tensor was found in what the module returned, {_contents(output)}; return the loss, or something "
+            "whose 'loss' or first item it is"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the module returned a tensor of shape {tuple(loss.shape)} where its loss was expected, a scalar: compute "
+            "the loss in the module's forward, or call engine(...), engine.backward(loss) and engine.step() yourself"
+        )
     return loss
+
+
+def _contents(output: object) -> str:
+    """What an output is made of, in a few words."""
+    if isinstance(output, Mapping):
+        return f"a mapping with the keys {_listed(output)}" if output else "an empty mapping"
+    if is_dataclass(output):
+        found = [field.name for field in fields(output) if getattr(output, field.name, None) is not None]
+        return f"the dataclass {type(output).__name__} with {_listed(found) or 'nothing'} in it"
+    return f"something of type {type(output).__name__}"
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(sorted(str(value) for value in values))
 
 
 def _model_config(module: nn.Module) -> dict[str, Any] | None:

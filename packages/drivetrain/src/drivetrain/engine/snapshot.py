@@ -79,11 +79,11 @@ def _json_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if plain(value)} for group in numbers]
 
 
-def prepare_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> None:
-    """Allocate the state that ``stored`` holds.
+def check_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> None:
+    """Refuse a checkpoint whose optimizer state does not fit, before anything is changed.
 
     Raises:
-        CheckpointError: it holds none, or that of another optimizer.
+        CheckpointError: it holds none, or that of another optimizer, or of other parameter groups.
     """
     metadata: Mapping[str, Any] | None = stored.manifest.metadata.get("optimizer")
     ours = type(optimizer.optimizer).__name__
@@ -96,12 +96,37 @@ def prepare_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> 
             f"{stored.path} holds the state of {metadata['class']}, and this engine runs {ours}; use the same "
             "optimizer, or load with LoadParts(optimizer=False)"
         )
+    way_out = "build the optimizer with the same groups in the same order, or load with LoadParts(optimizer=False)"
+    saved, own = (_members(groups) for groups in (metadata["groups"], optimizer.hyperparameters()))
+    if len(saved) != len(own):
+        raise CheckpointError(
+            f"{stored.path} was saved with {len(saved)} parameter groups, and this optimizer has {len(own)}; {way_out}"
+        )
+    at = {name: index for index, names in enumerate(saved) for name in names}
+    for index, names in enumerate(own):
+        moved = next((name for name in names if at.get(name, index) != index), None)
+        if moved is not None:
+            raise CheckpointError(
+                f"in {stored.path} parameter '{moved}' is in group {at[moved]} of the optimizer, here it is in group "
+                f"{index}, and settings such as weight decay go by group; {way_out}"
+            )
+
+
+def _members(groups: list[dict[str, Any]]) -> list[list[str]]:
+    return [group["params"] for group in groups]
+
+
+def prepare_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> None:
+    """Allocate the state that ``stored`` holds, but of parameters that have another shape now: theirs starts anew."""
+    shapes = {name: part.shape for name, part in optimizer.sharded.model_slices().items()}
     keys: dict[str, set[str]] = {}
     for name in stored.manifest.tensors:
         if name.startswith(OPTIMIZER):
             parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
-            keys.setdefault(parameter, set()).add(key)
-    optimizer.prepare_state(keys, metadata["schema"])
+            weight = stored.manifest.tensors.get(MODEL + parameter)
+            if weight is None or weight.shape == shapes.get(parameter):
+                keys.setdefault(parameter, set()).add(key)
+    optimizer.prepare_state(keys, stored.manifest.metadata["optimizer"]["schema"])
 
 
 def finish_optimizer(optimizer: ShardedOptimizer, metadata: Mapping[str, Any]) -> None:

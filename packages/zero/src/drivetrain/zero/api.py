@@ -9,11 +9,13 @@
 
 The rooms, from small to large: `layout` (who owns what, pure), `bucket` (storage), `unit` (buckets of one block),
 `grouping` (which parameters form a unit), `exchange` and `reducer` (gradients), `order` and `residency` (parameters),
-`hooks` (where all of it meets autograd), `optimizer`.
+`hooks` (where all of it meets autograd), `guard` (what else programs do to a module), `optimizer`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from drivetrain.comm import Axis, Mesh, all_gather, broadcast
+from drivetrain.comm import Axis, Mesh, all_gather, all_gather_object, broadcast
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.exchange import GradientExchange
 from drivetrain.zero.grouping import Group, NamedParameter, group_parameters, named_parameters, split_by_kind
+from drivetrain.zero.guard import Guard
 from drivetrain.zero.hooks import Hooks
 from drivetrain.zero.layout import fill_buckets
 from drivetrain.zero.policy import Policy
@@ -76,6 +79,7 @@ class ShardedModule:
         self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.closes_step = True
         self.hooks = Hooks(module, units, residency, reducer, self._reduces)
+        self.guard = Guard(module, units, axis.world.rank)
 
     def _reduces(self) -> bool:
         return self.policy.reduces_every_micro_batch or self.closes_step
@@ -97,6 +101,12 @@ class ShardedModule:
         self.hooks.backward.settle()
         self.reducer.drain()
         self.reducer.clear()
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether this rank has gradients that no step has used. Those of a backward pass that failed do not count."""
+        self.hooks.backward.settle()
+        return self.reducer.holds_gradients
 
     def refresh_parameters(self) -> None:
         """Make every rank's parameters follow from the shards, after these were written to (by a load). Collective."""
@@ -170,10 +180,13 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
     before they are cast to ``policy.param_dtype``.
 
     Raises:
-        ValueError: a parameter has no data (meta device) or no parameter is there at all.
+        TypeError: ``module`` is no module.
+        ValueError: a parameter has no data (meta device), no parameter is there at all, the module is sharded, or
+            wrapped for another way of parallel training, already, or is not the same on all ranks.
     """
     _check(module, mesh)
     axis = mesh.axis("shard")
+    _check_same(module, axis)
     _prepare_buffers(module, axis)
     # With one rank there is nothing to gather from: stage 3 would only copy.
     releases = policy.releases_parameters and axis.size > 1
@@ -192,6 +205,17 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
 
 
 def _check(module: nn.Module, mesh: Mesh) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module to shard, found something of type {type(module).__name__}")
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ValueError(
+            f"the model is wrapped in {type(module).__name__}, which would reduce gradients a second time; hand over "
+            "the module inside it (its attribute .module)"
+        )
+    if Guard.of(module) is not None:
+        raise ValueError(
+            f"{type(module).__name__}, or a part of it, has been sharded before; build a new model for each engine"
+        )
     parameters = named_parameters(module)
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no parameters to shard")
@@ -201,9 +225,41 @@ def _check(module: nn.Module, mesh: Mesh) -> None:
             f"{len(meta)} parameters are on the meta device and have no data, the first is '{meta[0]}'; "
             "give them values (module.to_empty and an initialisation, or load weights) before sharding"
         )
+    odd = [p for p in parameters if type(p.parameter.data) is not torch.Tensor or p.parameter.is_sparse]
+    if odd:
+        kind = type(odd[0].parameter.data).__name__
+        raise ValueError(
+            f"parameter '{odd[0].name}' is a {kind} of layout {odd[0].parameter.layout}, and only plain dense tensors "
+            "can be laid into buckets; hand over the module before another library shards or packs it"
+        )
     replicas = {name: size for name, size in mesh.sizes.items() if name != "shard" and size > 1}
     if replicas:
         raise ValueError(f"this version shards over one axis, 'shard'; the mesh also has {replicas}")
+
+
+def _check_same(module: nn.Module, axis: Axis) -> None:
+    """All ranks must have the same model but for its values, or every collective from here on would go wrong."""
+    mine = [
+        (p.name, f"{p.parameter.dtype} of shape {list(p.parameter.shape)}, requires_grad={p.parameter.requires_grad}")
+        for p in named_parameters(module)
+    ]
+    mine += [(name, f"a buffer, {b.dtype} of shape {list(b.shape)}") for name, b in module.named_buffers()]
+    digests = all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest(), axis)
+    if len(set(digests)) == 1:
+        return
+    everybody = [dict(entries) for entries in all_gather_object(mine, axis)]
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    first, other = everybody[0], everybody[rank]
+    name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
+    if name is None:
+        difference = "parameters and buffers come in another order"
+    else:
+        found = other.get(name, "not there")
+        difference = f"'{name}' is {first.get(name, 'not there')} on rank {axis.ranks[0]} and {found} on the other"
+    raise ValueError(
+        f"rank {axis.ranks[rank]} has another model than rank {axis.ranks[0]}: {difference}. All ranks must build the "
+        "same one"
+    )
 
 
 def _prepare_buffers(module: nn.Module, axis: Axis) -> None:

@@ -162,6 +162,13 @@ class Bucket:
             target = self.shard if self.split else self.full
             target.copy_(self.master)
 
+    def adopt_published(self) -> None:
+        """Take into the master weights what was written into the whole parameters; all else keeps its precision."""
+        if self.master.dtype != self.dtype:
+            published = self.full[self.region]
+            same = published == self.master.to(self.dtype)
+            self.master.copy_(torch.where(same, self.master, published.to(self.master.dtype)))
+
     @property
     def parameter_bytes(self) -> int:
         """Bytes that the parameters take now on this rank, in the dtype that they compute in."""

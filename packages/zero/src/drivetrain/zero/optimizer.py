@@ -16,6 +16,7 @@ that needs norms of whole parameters says ``needs_whole_norms = True`` and offer
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ class ShardedOptimizer:
         patience: steps skipped in a row, with the loss scale at its minimum, before `NonFiniteGradientError`.
 
     Raises:
-        ValueError: the optimizer cannot work on slices, or has parameters the module lacks.
+        TypeError: ``optimizer`` is no torch optimizer.
+        ValueError: the optimizer cannot work on slices or within one step, or has parameters the module lacks.
     """
 
     def __init__(
@@ -123,6 +125,8 @@ class ShardedOptimizer:
         skip_non_finite: bool = True,
         patience: int = 20,
     ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"expected a torch.optim.Optimizer, found something of type {type(optimizer).__name__}")
         if max_norm < 0:
             raise ValueError(f"max_norm cannot be negative, got {max_norm}")
         self.sharded = sharded
@@ -143,6 +147,14 @@ class ShardedOptimizer:
 
     def _check(self) -> None:
         name = type(self.optimizer).__name__
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise ValueError(
+                f"{name} evaluates the model several times within a step (it needs a closure), which sharded training "
+                "does not do; use an optimizer that takes one gradient per step"
+            )
+        if isinstance(self.optimizer, torch.optim.SparseAdam):
+            raise ValueError(f"{name} takes sparse gradients, and gradients are reduced as dense ones; use AdamW")
         if self.sharded.policy.splits_optimizer and not (self._elementwise or self._whole_norms):
             raise ValueError(
                 f"{name} is not known to update each element on its own, and ZeRO stage {self.sharded.policy.stage} "
@@ -203,6 +215,10 @@ class ShardedOptimizer:
         """Reduce what is left, check, clip, update, and publish the new parameters. Collective.
 
         Accumulated gradients are consumed, also when the step is skipped.
+
+        Raises:
+            RuntimeError: no parameter has a gradient on any rank, or not all have while ``require_all``.
+            NonFiniteGradientError: steps were skipped too often in a row.
         """
         sharded = self.sharded
         sharded.hooks.backward.settle()
@@ -239,6 +255,11 @@ class ShardedOptimizer:
         used = iter(counts[len(buckets) :])
         for bucket in buckets:
             bucket.used = [next(used) > 0 for _ in bucket.slots]
+        if not any(used for bucket in buckets for used in bucket.used):
+            raise RuntimeError(
+                f"rank {sharded.axis.world.rank}: step() without a gradient: no rank has run backward since the last "
+                "step, or an exception stopped it, which drops the gradients of the step"
+            )
         if self._require_all:
             self._refuse_unused()
         # Rounded to fp32, so that the order in which shards were added up cannot show: see `clip`.

@@ -11,10 +11,11 @@ tensorfile.py (elements), files.py (checksums).
 
 from __future__ import annotations
 
+from .agreement import agree
 from .directory import existing_tags
 from .errors import CheckpointError, CheckpointNotFoundError
 from .export import Exported, ExportOptions, export_checkpoint, export_tensors
-from .load import LoadedCheckpoint, LoadOptions, load
+from .load import LoadedCheckpoint, LoadOptions, check_fit, load
 from .manifest import Chunk, Manifest, TensorRecord
 from .random_state import RandomState
 from .report import LoadReport, Reshaped
@@ -38,6 +39,8 @@ __all__ = [
     "StoredCheckpoint",
     "TagValidation",
     "TensorRecord",
+    "agree",
+    "check_fit",
     "existing_tags",
     "export_checkpoint",
     "export_tensors",

@@ -45,11 +45,14 @@ __all__ = [
 ]
 
 LATEST = "latest"
+_DEEPSPEED = ": files of DeepSpeed, which this version does not read"
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>partial|replaced)-[0-9a-f]+")
 
 
 def check_tag(tag: str) -> None:
     """Raises CheckpointError unless `tag` can be the name of a folder and isn't one of the reserved names."""
+    if not isinstance(tag, str):
+        raise CheckpointError(f"the tag of a checkpoint is text, found the {type(tag).__name__} {tag!r}; use str(tag)")
     if (
         not tag
         or tag in {".", "..", LATEST}
@@ -95,6 +98,11 @@ def resolve(directory: Path, tag: str | None) -> tuple[str, Path]:
     if not directory.is_dir():
         raise CheckpointNotFoundError(
             f"checkpoint directory {directory} is a file; expected the folder that was given to save()"
+        )
+    if (directory / MANIFEST).is_file():
+        raise CheckpointNotFoundError(
+            f"{directory} is itself a checkpoint; give the folder that it lies in, {directory.parent}, and"
+            f" {directory.name!r} as the tag"
         )
     if tag is None:
         tag = read_latest(directory)
@@ -174,7 +182,8 @@ def _find(directory: Path, tag: str) -> Path | None:
         inside = sorted(path.name for path in final.iterdir())
         raise CheckpointNotFoundError(
             f"{final} is not a complete checkpoint: it has no {MANIFEST}, which is written last (it holds"
-            f" {some(inside, 5) if inside else 'nothing'}); {_what_is_there(directory)}"
+            f" {some(inside, 5) if inside else 'nothing'}"
+            f"{_DEEPSPEED if any(name.endswith('_states.pt') for name in inside) else ''}); {_what_is_there(directory)}"
         )
     return None
 

@@ -32,7 +32,7 @@ from .save import random_state_file
 from .storage import ManifestReader
 from .stored import StoredCheckpoint, open_checkpoint
 
-__all__ = ["LoadOptions", "LoadedCheckpoint", "load"]
+__all__ = ["LoadOptions", "LoadedCheckpoint", "check_fit", "load"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,13 @@ class LoadOptions:
             values, and the report names them.
         prefixes: only tensors whose names start with one of these take part, of those asked for and of those in the
             checkpoint; `("model/",)` loads the module only. Empty: all.
+        exhaustive: with `strict`, raise also if the checkpoint holds tensors that nobody asked for and whose names
+            start with one of these: a model with fewer layers is another model.
     """
 
     strict: bool = True
     prefixes: tuple[str, ...] = ()
+    exhaustive: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
         return not self.prefixes or name.startswith(self.prefixes)
@@ -93,9 +96,8 @@ def load(
     Raises:
         CheckpointNotFoundError: no such directory or tag; the text lists the tags that are there.
         CheckpointError: a damaged or missing file; with `strict`, a missing or reshaped tensor; a dtype that can't
-        be cast. Every rank
-            raises. If it names a corrupted file, some tensors may already have been overwritten; in all other cases
-            none is.
+            be cast. Every rank raises. If it names a corrupted file, some tensors may already have been overwritten;
+            in all other cases none is.
     """
     options = LoadOptions() if options is None else options
     wanted = {name: part for name, part in tensors.items() if options.takes(name)}
@@ -117,14 +119,28 @@ def load(
         )
     stored = opened[0]
     report = _report(stored, _all_wanted(wanted, axis), options)
-    if options.strict and not report.complete:
-        raise CheckpointError(_strict_text(report))
+    _require_fit(report, options)
     loaded: list[LoadedCheckpoint] = []
     agree(lambda: loaded.append(_side_files(stored, report, axis)), axis)
     filled = set(report.filled)
     names = {name: stored.manifest.stored_name(name) or name for name in wanted if name in filled}
     planned(lambda: _read_tensors(stored, {name: wanted[name] for name in names}, names, axis), axis)
     return loaded[0]
+
+
+def check_fit(stored: StoredCheckpoint, tensors: Mapping[str, FlatSlice], options: LoadOptions) -> None:
+    """Refuse what a strict load of these tensors would refuse, before anything is prepared for it. Not collective.
+
+    Raises CheckpointError.
+    """
+    _require_fit(_report(stored, {name: tuple(part.shape) for name, part in tensors.items()}, options), options)
+    _check_dtypes(tensors, stored)
+
+
+def _require_fit(report: LoadReport, options: LoadOptions) -> None:
+    surplus = any(name.startswith(options.exhaustive) for name in report.unexpected)
+    if options.strict and (surplus or not report.complete):
+        raise CheckpointError(_strict_text(report))
 
 
 def _check_dtypes(wanted: Mapping[str, FlatSlice], stored: StoredCheckpoint) -> None:

@@ -191,6 +191,8 @@ def _prepare(directory: Path, tag: str, partial: Path, content: _Content) -> dic
     for alias, name in content.aliases.items():
         if alias == name or alias in content.tensors:
             raise CheckpointError(f"{alias} is said to be an alias of {name}, but is saved as a tensor of its own")
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointError(f"checkpoint directory {directory} is a file; give the folder of the run's checkpoints")
     directory.mkdir(parents=True, exist_ok=True)
     removed = clean_leftovers(directory)
     if removed:

@@ -8,15 +8,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from drivetrain.engine.checkpoint import (
     CheckpointError,
+    CheckpointNotFoundError,
     CheckpointSummary,
     ExportOptions,
     StoredCheckpoint,
@@ -30,8 +33,10 @@ app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": [
 
 _FAULTY = 1
 _USAGE_ERROR = 2
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
+_UNITS = MappingProxyType(
+    {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="The folder that was given to save().")]
 Tag = Annotated[str | None, typer.Option("--tag", "-t", help="Which checkpoint. Default: the one that `latest` names.")]
@@ -56,7 +61,7 @@ def list_command(directory: Directory, as_json: AsJson = False) -> None:
 @app.command()
 def verify(directory: Directory, tag: Tag = None) -> None:
     """Read every byte of a checkpoint and compare it with its checksums; status 1 if something is wrong."""
-    with _errors_in_words():
+    with _errors_in_words(faulty=_FAULTY):
         stored = open_checkpoint(directory, tag)
         faults = verify_checkpoint(directory, tag)
     name = stored.manifest.tag
@@ -79,7 +84,7 @@ def inspect(directory: Directory, tag: Tag = None, as_json: AsJson = False) -> N
         return
     console = Console()
     for name, value in _heading(stored).items():
-        console.print(f"[cyan]{name}[/cyan]  {value}", highlight=False)
+        console.print(f"[cyan]{name}[/cyan]  {escape(value)}", highlight=False, soft_wrap=True)
     console.print(_tensor_table(stored))
 
 
@@ -123,20 +128,22 @@ def parse_bytes(text: str) -> int:
 
 def human_bytes(size: float) -> str:
     """A size in the unit that keeps it readable: `37 B`, `4.2 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    for unit, digits in (("B", 0), ("kB", 1), ("MB", 1), ("GB", 1)):
+        if round(size, digits) < 1000:
+            return f"{size:.{digits}f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
 
 
 @contextmanager
-def _errors_in_words() -> Iterator[None]:
+def _errors_in_words(faulty: int = _USAGE_ERROR) -> Iterator[None]:
+    """Errors as a sentence and a status: `faulty` for a checkpoint that is there but cannot be used."""
     try:
         yield
     except (CheckpointError, ValueError, OSError) as error:
         print(f"drivetrain checkpoint: {error}", file=sys.stderr)
-        raise typer.Exit(_USAGE_ERROR) from None
+        found = isinstance(error, CheckpointError) and not isinstance(error, CheckpointNotFoundError)
+        raise typer.Exit(faulty if found else _USAGE_ERROR) from None
 
 
 def _summary_json(summary: CheckpointSummary) -> dict[str, Any]:
@@ -159,7 +166,7 @@ def _summary_table(found: list[CheckpointSummary]) -> Table:
     for summary in found:
         note = summary.fault or ("latest" if summary.latest else "")
         numbers = [str(summary.world_size), str(summary.tensors), human_bytes(summary.nbytes)]
-        table.add_row(summary.tag, summary.created, *numbers, note)
+        table.add_row(escape(summary.tag), summary.created, *numbers, escape(note))
     return table
 
 
@@ -185,7 +192,7 @@ def _tensor_table(stored: StoredCheckpoint) -> Table:
     table.add_column("size", justify="right")
     for name, record in sorted(stored.manifest.tensors.items()):
         shape = " x ".join(str(length) for length in record.shape) or "scalar"
-        table.add_row(name, shape, str(record.dtype).removeprefix("torch."), human_bytes(record.nbytes))
+        table.add_row(escape(name), shape, str(record.dtype).removeprefix("torch."), human_bytes(record.nbytes))
     return table
 
 

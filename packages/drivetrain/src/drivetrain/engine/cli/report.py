@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from drivetrain.engine.report import Fact, Report, collect
@@ -40,7 +41,7 @@ def tables(collected: Report) -> list[Table]:
         table.add_column(overflow="fold")
         table.add_column(style="dim", overflow="fold")
         for fact in merged(section.facts):
-            table.add_row(fact.name, fact.value, fact.reason)
+            table.add_row(escape(fact.name), escape(fact.value), escape(fact.reason))
         made.append(table)
     return made
 

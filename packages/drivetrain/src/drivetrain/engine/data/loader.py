@@ -154,8 +154,10 @@ class TrainLoader:
             yield batch
             self._check(number)  # before anything more is fetched: workers that persist belong to the newest iterator
         if not handed_out and begin.position == 0:
+            again = "; a stream must start anew each time that it is iterated over" if begin.epoch > 0 else ""
             raise ValueError(
                 f"the data set gave fewer samples than one micro-batch over all ranks ({self.config.width})"
+                f" in epoch {begin.epoch}{again}"
             )
         self._cursor = _next_epoch(begin)
         if not handed_out:  # nothing was left for a micro-batch of this size: the epoch is over

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import runpy
@@ -45,8 +46,7 @@ def main() -> int:
         if not error_file:
             raise
         _record(error, error_file)
-        if sys.excepthook is not sys.__excepthook__:
-            sys.excepthook(type(error), error, _of_the_target(error.__traceback__))
+        _call_hook(error)
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
@@ -69,6 +69,14 @@ def _end_with_the_launcher() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # a C library without prctl: no safety net, no harm
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _call_hook(error: BaseException) -> None:
+    """Run a `sys.excepthook` that somebody set for what it does (an experiment tracker notes the crash), not for what
+    it writes: the launcher shows the traceback, once."""
+    if sys.excepthook is not sys.__excepthook__:
+        with contextlib.redirect_stderr(io.StringIO()):
+            sys.excepthook(type(error), error, _of_the_target(error.__traceback__))
 
 
 def _of_the_target(frames: TracebackType | None) -> TracebackType | None:

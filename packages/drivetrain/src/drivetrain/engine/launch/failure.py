@@ -39,6 +39,7 @@ _LOST_PEER = (
 """Fragments, in lower case, of the messages by which gloo, NCCL and the store report that another rank is gone."""
 
 _FAULT_LINES = 40
+_NOT_OF_THE_SCRIPT = ("<frozen runpy>", "launch/bootstrap.py", "Extension modules:")
 _OTHERS_SHOWN = 4
 
 
@@ -171,7 +172,7 @@ def _cause_text(cause: RankFailure) -> str:
 
 
 def _shorten(fault: str) -> str:
-    lines = fault.rstrip().splitlines()
+    lines = [line for line in fault.rstrip().splitlines() if not any(part in line for part in _NOT_OF_THE_SCRIPT)]
     if len(lines) > _FAULT_LINES:
         lines = [*lines[:_FAULT_LINES], f"  ... {len(lines) - _FAULT_LINES} more lines"]
     return "\n".join(lines)
@@ -189,14 +190,16 @@ def _others_text(others: Sequence[RankFailure]) -> str:
     shown = [_other_text(failure) for failure in sorted(others, key=lambda failure: failure.rank)[:_OTHERS_SHOWN]]
     if len(others) > _OTHERS_SHOWN:
         shown.append(f"{len(others) - _OTHERS_SHOWN} more")
-    return f"(As a consequence: {'; '.join(shown)}.)"
+    return f"(As a consequence: {'; '.join(shown)})"
 
 
 def _other_text(failure: RankFailure) -> str:
     if failure.was_stopped:
         return f"rank {failure.rank} was stopped"
+    if failure.error is not None and failure.error.lost_peer:
+        return f"rank {failure.rank} lost its connection"
     if failure.error is not None:
-        return f"rank {failure.rank} failed with {failure.error.summary.rstrip('.')}"
+        return f"rank {failure.rank} failed with {failure.error.summary}"
     if failure.exit_code < 0:
         return f"rank {failure.rank} was killed by {signal_name(-failure.exit_code)}"
     return f"rank {failure.rank} ended with exit code {failure.exit_code}"

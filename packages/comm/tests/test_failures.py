@@ -1,0 +1,159 @@
+"""Lost peers and ranks that disagree: an error that names them, promptly, and never wrong data."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+
+from drivetrain.comm import (
+    Axis,
+    CollectiveError,
+    Handle,
+    Mesh,
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    init,
+    reduce_scatter,
+)
+from drivetrain_testkit import run_ranks
+
+SMALL, LARGE = 10, 4_000_000
+
+CALLS: dict[str, Callable[[Axis, int], Handle]] = {
+    "all_reduce": lambda axis, n: all_reduce(torch.ones(n), axis),
+    "all_gather": lambda axis, n: all_gather(torch.empty(n * axis.size), torch.ones(n), axis),
+    "reduce_scatter": lambda axis, n: reduce_scatter(torch.empty(n), torch.ones(n * axis.size), axis),
+    "broadcast": lambda axis, n: broadcast(torch.ones(n), axis, src=1),
+    "all_to_all": lambda axis, n: all_to_all(torch.empty(n * axis.size), torch.ones(n * axis.size), axis),
+}
+
+
+def rank_one_dies(rank: int, world_size: int, op: str, length: int) -> tuple[str, str, int, int | None, str] | None:
+    axis = Mesh.create(init()).axis("shard")
+    barrier(axis)
+    if rank == 1:
+        time.sleep(0.3)  # the others are in wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    handle = CALLS[op](axis, length)
+    with pytest.raises(CollectiveError) as first:
+        handle.wait()
+    with pytest.raises(CollectiveError) as second:
+        handle.wait()
+    assert second.value is first.value
+    with pytest.raises(CollectiveError):  # at the issue or at the wait, but not a hang
+        CALLS[op](axis, length).wait()
+    error = first.value
+    return error.op, error.axis, error.rank, error.peer, str(error)
+
+
+@pytest.mark.parametrize("length", [SMALL, LARGE])
+@pytest.mark.parametrize("op", CALLS)
+def test_a_killed_peer_is_named(op: str, length: int) -> None:
+    survivor, dead = run_ranks(rank_one_dies, 2, op, length, timeout=30, may_die={1})
+    assert dead is None
+    assert survivor[:4] == (op, "shard", 0, 1)
+    assert f"{op} on axis 'shard' failed on rank 0: the connection to rank 1 is gone" in survivor[4]
+
+
+def one_of_three_dies(rank: int, world_size: int) -> int | None:
+    axis = Mesh.create(init()).axis("shard")
+    other = Mesh.create(init()).axis("shard", channel="other")
+    barrier(axis)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError) as info:
+        all_reduce(torch.ones(3_000_000), axis).wait()
+    with pytest.raises(CollectiveError):
+        barrier(other)
+    return info.value.peer
+
+
+def test_survivors_of_three() -> None:
+    """Both end. Each names the dead rank, or the other survivor if that gave up first."""
+    zero, one, two = run_ranks(one_of_three_dies, 3, timeout=30, may_die={1})
+    assert one is None
+    assert zero in (1, 2)
+    assert two in (0, 1)
+    assert 1 in (zero, two)
+
+
+def disagree(rank: int, world_size: int, calls: tuple[tuple[str, int], tuple[str, int]]) -> str:
+    mesh = Mesh.create(init())
+    axis, quiet = mesh.axis("shard"), mesh.axis("shard", channel="quiet")
+    op, length = calls[rank]
+    try:
+        CALLS[op](axis, length).wait()
+        text = "it completed"
+    except CollectiveError as error:
+        text = str(error)
+    all_gather_object(0, quiet)  # nobody leaves before all have compared
+    return text
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (("all_gather", 10), ("reduce_scatter", 10)),
+        (("all_gather", 1_000_000), ("reduce_scatter", 1_000_000)),
+        (("all_gather", 10), ("all_gather", 20)),
+        (("all_gather", 2_000_000), ("all_gather", 1_000_000)),
+        (("all_reduce", 10), ("all_reduce", 2_000_000)),
+        (("reduce_scatter", 2_000_000), ("reduce_scatter", 10)),
+        (("all_to_all", 5000), ("all_gather", 5000)),
+    ],
+)
+def test_ranks_that_disagree(calls: tuple[tuple[str, int], tuple[str, int]]) -> None:
+    texts = run_ranks(disagree, 2, calls, timeout=30)
+    for rank, text in enumerate(texts):
+        mine, theirs = calls[rank][0], calls[1 - rank][0]
+        assert f"{mine} on axis 'shard' failed on rank {rank}: the ranks issued different collectives." in text
+        assert f"Rank {1 - rank} issued '{theirs}" in text
+
+
+def two_dtypes(rank: int, world_size: int) -> str:
+    mesh = Mesh.create(init())
+    axis, quiet = mesh.axis("shard"), mesh.axis("shard", channel="quiet")
+    dtype = (torch.float32, torch.int32)[rank]
+    with pytest.raises(CollectiveError) as info:
+        all_reduce(torch.ones(100, dtype=dtype), axis).wait()
+    all_gather_object(0, quiet)
+    return str(info.value)
+
+
+def test_two_dtypes_of_one_size() -> None:
+    zero, one = run_ranks(two_dtypes, 2, timeout=30)
+    assert "Rank 1 issued 'all_reduce sum' as number 0, with 400 bytes of int32" in zero
+    assert "Rank 0 issued 'all_reduce sum' as number 0, with 400 bytes of float32" in one
+
+
+def one_call_too_few(rank: int, world_size: int) -> str:
+    mesh = Mesh.create(init(timeout=timedelta(seconds=2)))
+    axis, quiet = mesh.axis("shard"), mesh.axis("shard", channel="quiet")
+    all_reduce(torch.ones(3), axis).wait()
+    text = ""
+    if rank == 0:
+        with pytest.raises(CollectiveError) as info:
+            all_reduce(torch.ones(3), axis).wait()
+        text = str(info.value)
+    else:
+        time.sleep(3)
+    barrier(quiet)
+    return text
+
+
+def test_a_call_that_a_peer_never_makes_times_out() -> None:
+    text = run_ranks(one_call_too_few, 2, timeout=30)[0]
+    assert (
+        "all_reduce on axis 'shard' failed on rank 0: the connection to rank 1 is gone, or nothing came from it in time"
+        in text
+    )

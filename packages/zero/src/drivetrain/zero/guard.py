@@ -1,0 +1,115 @@
+"""What a program does to a sharded module besides calling it: let it work, or refuse it in words.
+
+The problem: a module has doors that know nothing of sharding. `state_dict` hands out placeholders, `load_state_dict`
+writes into them, or into low-precision copies that the next step overwrites; ``module.half()`` and assignments to
+``.data`` put tensors in the parameters' place that nobody updates; a pickle or a copy of the module takes buckets and
+process groups along. Each of these goes wrong without a word, and is found days later. The idea: torch has a hook at
+each of these doors, and looking costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from drivetrain.zero.bucket import Slot
+from drivetrain.zero.unit import Unit
+
+_Place = tuple[dict[str, nn.Parameter | None], str, Slot, int]
+"""A place of a parameter in the tree: the owner's table, the name in it, the slot, where its memory begins at rest."""
+
+
+class Guard:
+    """Stands at the doors of a module tree, from when it is sharded.
+
+    Args:
+        root: the module that was sharded.
+        units: all its units.
+        rank: this process, for messages.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[Unit], rank: int) -> None:
+        self._units = tuple(units)
+        self._rank = rank
+        self._slots: dict[int, Slot] = {id(slot.parameter): slot for unit in units for slot in _slots(unit)}
+        self._places = list(self._find_places(root))
+        root.register_forward_pre_hook(self._before_forward, prepend=True)
+        for module in root.modules():
+            module.register_state_dict_pre_hook(self._before_state_dict)
+            module.register_load_state_dict_pre_hook(self._before_load_state_dict)
+            module.register_load_state_dict_post_hook(self._after_load_state_dict)
+
+    def _find_places(self, root: nn.Module) -> Iterator[_Place]:
+        resident = {id(slot) for unit in self._units if unit.resident for slot in _slots(unit)}
+        for owner in root.modules():
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+                slot = self._slots[id(parameter)]
+                usual = slot.whole if id(slot) in resident else slot.placeholder
+                yield owner._parameters, name, slot, usual.data_ptr()
+
+    @staticmethod
+    def of(module: nn.Module) -> Guard | None:
+        """The guard of a module that is sharded, or has a sharded part."""
+        hooks = (hook for part in module.modules() for hook in part._state_dict_pre_hooks.values())
+        return next((owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), Guard)), None)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a module that drivetrain has sharded cannot be pickled or copied: its parameters are parts of buckets. "
+            "Save it with engine.save or engine.export; copy or pickle the model before it is sharded."
+        )
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        """Find parameters that are no longer what is gathered and updated: other objects, or over other memory."""
+        for parameters, name, slot, usual in self._places:
+            found = parameters.get(name)
+            if found is not slot.parameter:
+                self._refuse_change(slot, "was replaced by another object", found)
+            elif found.data_ptr() != usual and found.data_ptr() != slot.whole.data_ptr():
+                self._refuse_change(slot, "was given other memory", found)
+
+    def _refuse_change(self, slot: Slot, what: str, found: torch.Tensor | None) -> NoReturn:
+        now = "now None" if found is None else f"now {found.dtype} of shape {tuple(found.shape)}"
+        raise RuntimeError(
+            f"rank {self._rank}: parameter '{slot.name}' {what} ({now}) after the model was sharded, and no step would "
+            "update it. Do what replaces parameters (module.to, .half, .cuda, tying, an assignment to .data) before "
+            "drivetrain shards the model; change values in place, under torch.no_grad."
+        )
+
+    def _released(self, module: nn.Module) -> str | None:
+        """The first parameter of ``module`` that is a placeholder now."""
+        away = {id(slot.parameter) for unit in self._units if not unit.live for slot in _slots(unit)}
+        found = next((p for p in module.parameters() if id(p) in away), None) if away else None
+        return None if found is None else self._slots[id(found)].name
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        name = self._released(module)
+        if name is not None:
+            raise RuntimeError(
+                f"rank {self._rank}: state_dict() would hold placeholders: at stage 3 parameters such as '{name}' are "
+                "not whole on a rank between their uses. Save with engine.save, write whole weights with "
+                "engine.export, or read them one by one from ShardedModule.full_parameters()."
+            )
+
+    def _before_load_state_dict(self, module: nn.Module, *args: Any) -> None:
+        name = self._released(module)
+        if name is not None:
+            raise RuntimeError(
+                f"rank {self._rank}: load_state_dict() would write into placeholders: at stage 3 parameters such as "
+                f"'{name}' are not whole on a rank between their uses. Load the weights before drivetrain shards the "
+                "model, or load a checkpoint with engine.load."
+            )
+
+    def _after_load_state_dict(self, module: nn.Module, keys: Any) -> None:
+        """What was loaded becomes the master weights, or the next step would undo it."""
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        for bucket in (bucket for unit in self._units for bucket in unit.buckets):
+            if bucket.resident and any(id(slot.parameter) in own for slot in bucket.slots):
+                bucket.adopt_published()
+
+
+def _slots(unit: Unit) -> list[Slot]:
+    return [slot for bucket in unit.buckets for slot in bucket.slots]
