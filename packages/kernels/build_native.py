@@ -76,8 +76,8 @@ def find_compiler() -> list[str]:
     )
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(command: list[str], folder: Path | None = None) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode != 0:
         raise BuildError(
             f"a command failed (exit status {done.returncode}):\n{' '.join(command)}\n{done.stdout}{done.stderr}"
@@ -170,7 +170,7 @@ def check(sanitizer: str) -> None:
         objects = list(pool.map(compile_one, sources))
     program = scratch / "run_tests"
     _run([*compiler, "-pthread", *flags, *map(str, objects), "-o", str(program)])
-    _run([str(program)])
+    _run([str(program)], scratch)  # its scratch files belong there
 
 
 def main() -> None:

@@ -4,13 +4,18 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cerrno>
+#include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "core/cpu.h"
 #include "core/elementwise.h"
+#include "core/file_queue.h"
 #include "core/pool.h"
+#include "core/quantize.h"
 #include "core/steps.h"
 
 namespace py = pybind11;
@@ -110,6 +115,124 @@ void bind_step(py::module_& module, const char* name, void (*run)(const Step&, c
         py::arg("step"), py::arg("operands"), py::arg("threads"));
 }
 
+using drivetrain::DenseArray, drivetrain::QuantArray, drivetrain::Rounding, drivetrain::SignArray;
+
+template <typename Pointer>
+Pointer pointer(std::uintptr_t address) {
+    return reinterpret_cast<Pointer>(address);
+}
+
+// The core relies on blocks that begin at whole groups, and so at whole bytes.
+std::size_t checked_block_size(std::size_t block_size) {
+    if (block_size == 0 || block_size % drivetrain::kGroup != 0) throw py::value_error("block size " + std::to_string(block_size));
+    return block_size;
+}
+
+void bind_arrays(py::module_& module) {
+    py::class_<DenseArray>(module, "DenseArray")
+        .def(py::init([](std::uintptr_t data, int dtype) {
+                 if (dtype < 0 || dtype > 2) throw py::value_error("unknown element type " + std::to_string(dtype));
+                 return DenseArray{pointer<void*>(data), static_cast<Dtype>(dtype)};
+             }),
+             py::kw_only(), py::arg("data"), py::arg("dtype"));
+    py::class_<QuantArray>(module, "QuantArray")
+        .def(py::init([](int format, std::size_t block_size, std::uintptr_t values, std::uintptr_t scales, std::uintptr_t zeros, bool symmetric) {
+                 if (format < 0 || format > 4) throw py::value_error("unknown format " + std::to_string(format));
+                 const drivetrain::QuantRule rule{static_cast<drivetrain::Format>(format), symmetric, checked_block_size(block_size)};
+                 return QuantArray{rule, pointer<std::uint8_t*>(values), pointer<float*>(scales), pointer<float*>(zeros)};
+             }),
+             py::kw_only(), py::arg("format"), py::arg("block_size"), py::arg("values"), py::arg("scales"), py::arg("zeros"),
+             py::arg("symmetric"));
+    py::class_<Rounding>(module, "Rounding")
+        .def(py::init([](bool stochastic, std::uint64_t seed, std::uint64_t first_block) { return Rounding{stochastic, seed, first_block}; }),
+             py::kw_only(), py::arg("stochastic"), py::arg("seed"), py::arg("first_block"));
+    py::class_<SignArray>(module, "SignArray")
+        .def(py::init([](std::size_t block_size, bool root_mean_square, std::uintptr_t bits, std::uintptr_t scales) {
+                 return SignArray{checked_block_size(block_size), root_mean_square, pointer<std::uint8_t*>(bits), pointer<float*>(scales)};
+             }),
+             py::kw_only(), py::arg("block_size"), py::arg("root_mean_square"), py::arg("bits"), py::arg("scales"));
+}
+
+void bind_quantization(py::module_& module) {
+    bind_arrays(module);
+    module.def("quantize", &drivetrain::quantize, py::arg("source"), py::arg("count"), py::arg("target"), py::arg("rounding"),
+               py::arg("threads"), NoGil());
+    module.def("dequantize_reduce", &drivetrain::dequantize_reduce, py::arg("sources"), py::arg("factor"), py::arg("count"),
+               py::arg("target"), py::arg("threads"), NoGil());
+    module.def("reduce_quantized", &drivetrain::reduce_quantized, py::arg("sources"), py::arg("factor"), py::arg("count"),
+               py::arg("target"), py::arg("rounding"), py::arg("threads"), NoGil());
+    module.def("pack_signs", &drivetrain::pack_signs, py::arg("source"), py::arg("count"), py::arg("target"), py::arg("threads"), NoGil());
+    module.def("unpack_signs", &drivetrain::unpack_signs, py::arg("source"), py::arg("count"), py::arg("target"), py::arg("threads"), NoGil());
+}
+
+struct ReleaseQueue {
+    void operator()(drivetrain::FileQueue* queue) const {
+        const py::gil_scoped_release released;
+        drivetrain::FileQueue::release(queue);
+    }
+};
+
+// Null once closed.
+struct OpenFile {
+    std::unique_ptr<drivetrain::FileQueue, ReleaseQueue> queue;
+    drivetrain::FileQueue& get() const {
+        if (queue == nullptr) throw py::value_error("the file is closed");
+        return *queue;
+    }
+};
+
+std::unique_ptr<OpenFile> open_file(const std::string& path, int mode, std::size_t block_bytes, unsigned queue_depth, unsigned workers,
+                                    bool direct, bool ring) {
+    if (mode < 0 || mode > 2) throw py::value_error("unknown mode " + std::to_string(mode));
+    if (block_bytes == 0 || block_bytes % 4096 != 0 || queue_depth == 0) throw py::value_error("block size or queue depth");
+    auto file = std::make_unique<OpenFile>();
+    int error = 0;
+    {
+        const py::gil_scoped_release released;
+        try {
+            const drivetrain::QueueOptions options{block_bytes, queue_depth, workers, direct, ring};
+            file->queue.reset(new drivetrain::FileQueue(path, static_cast<drivetrain::OpenMode>(mode), options));
+        } catch (const std::system_error& failure) {
+            error = failure.code().value();
+        }
+    }
+    if (error != 0) {
+        errno = error;
+        PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+        throw py::error_already_set();
+    }
+    return file;
+}
+
+void bind_files(py::module_& module) {
+    using drivetrain::FileRequest;
+    py::class_<FileRequest, std::shared_ptr<FileRequest>>(module, "FileRequest")
+        .def("wait", &FileRequest::wait, NoGil())
+        .def("done", &FileRequest::done)
+        .def("failed_at", &FileRequest::failed_at);
+    py::class_<OpenFile>(module, "OpenFile")
+        .def(py::init(&open_file), py::kw_only(), py::arg("path"), py::arg("mode"), py::arg("block_bytes"), py::arg("queue_depth"),
+             py::arg("workers"), py::arg("direct"), py::arg("ring"))
+        .def(
+            "submit",
+            [](const OpenFile& file, bool writes, std::uintptr_t data, std::size_t bytes, std::int64_t offset) {
+                drivetrain::FileQueue& queue = file.get();
+                const py::gil_scoped_release released;
+                return queue.submit(writes, pointer<void*>(data), bytes, offset);
+            },
+            py::kw_only(), py::arg("writes"), py::arg("data"), py::arg("bytes"), py::arg("offset"))
+        .def("sync",
+             [](const OpenFile& file) {
+                 drivetrain::FileQueue& queue = file.get();
+                 const py::gil_scoped_release released;
+                 return queue.sync();
+             })
+        .def("uses_ring", [](const OpenFile& file) { return file.get().uses_ring(); })
+        .def("uses_direct", [](const OpenFile& file) { return file.get().uses_direct(); })
+        .def("ring_refusal", [](const OpenFile& file) { return file.get().ring_refusal(); })
+        .def("close", [](OpenFile& file) { file.queue.reset(); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -156,4 +279,6 @@ PYBIND11_MODULE(_native, module) {
             drivetrain::cast(operands.counts, operands.streams[0], operands.streams[1], threads);
         },
         py::arg("operands"), py::arg("threads"));
+    bind_quantization(module);
+    bind_files(module);
 }

@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "quantize_kernels.h"
+
 namespace drivetrain {
 
 constexpr std::size_t kGroup = 16;  // elements per group; a multiple of every vector width
@@ -79,6 +81,8 @@ struct KernelTable {
     void (*f32_to_bf16)(const float* from, std::uint16_t* to, std::size_t count);
     void (*f16_to_f32)(const std::uint16_t* from, float* to, std::size_t count);
     void (*f32_to_f16)(const float* from, std::uint16_t* to, std::size_t count);
+
+    QuantKernels quant;
 };
 
 const KernelTable* baseline_kernels();

@@ -12,6 +12,8 @@
 // See kernel_table.h for the invariants. Everything here has internal linkage, since the same template compiled under two instruction
 // sets must not be merged by the linker.
 
+#include "quantize.inl"
+
 namespace drivetrain {
 namespace {
 
@@ -284,6 +286,7 @@ constexpr KernelTable make_table(const char* name) {
     table.f32_to_bf16 = all_f32_to_bf16;
     table.f16_to_f32 = all_f16_to_f32;
     table.f32_to_f16 = all_f32_to_f16;
+    table.quant = kQuantKernels;
     return table;
 }
 

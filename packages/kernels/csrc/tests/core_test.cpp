@@ -1,17 +1,25 @@
 // Tests of the core without Python, made for the sanitizers: buffers are exactly as long as they must be, pools are made and destroyed, and
 // several threads call at once. `python build_native.py --check thread` (or address, undefined, none) compiles and runs it.
 
+#include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include "core/cpu.h"
 #include "core/elementwise.h"
+#include "core/file_queue.h"
 #include "core/pool.h"
+#include "core/quantize.h"
 #include "core/steps.h"
 
 using namespace drivetrain;
@@ -119,6 +127,53 @@ void test_casts() {
     }
 }
 
+// Heap blocks of exactly the bytes that `count` elements take.
+struct Codes {
+    Codes(const QuantRule& rule, std::size_t count) {
+        const std::size_t bits = rule.format == Format::int4 ? 4 : rule.format == Format::e3m2 ? 6 : 8;
+        const std::size_t blocks = (count + rule.block_size - 1) / rule.block_size;
+        bytes = (count * bits + 7) / 8;
+        values = std::make_unique<std::uint8_t[]>(bytes);
+        scales = std::make_unique<float[]>(blocks);
+        zeros = std::make_unique<float[]>(blocks);
+        array = {rule, values.get(), scales.get(), rule.symmetric ? nullptr : zeros.get()};
+    }
+    std::size_t bytes;
+    std::unique_ptr<std::uint8_t[]> values;
+    std::unique_ptr<float[]> scales, zeros;
+    QuantArray array;
+};
+
+void test_quantization() {
+    const QuantRule rules[] = {{Format::int8, true, 256}, {Format::int4, false, 16},   {Format::e4m3, true, 48},
+                               {Format::e5m2, true, 32},  {Format::e3m2, true, 4112}, {Format::int8, false, 32768}};
+    for (const QuantRule& rule : rules) {
+        for (const std::int64_t size : kCounts) {
+            const auto count = static_cast<std::size_t>(size);
+            choose_kernels("baseline");
+            const Buffers source({size}, Dtype::bf16, 3), wide({size}, Dtype::f32, 3);
+            const DenseArray dense{reinterpret_cast<void*>(source.operand.addresses[0]), Dtype::bf16};
+            const DenseArray target{reinterpret_cast<void*>(wide.operand.addresses[0]), Dtype::f32};
+            const Codes expected(rule, count);
+            const Rounding rounding{true, 7, 1};
+            quantize(dense, count, expected.array, rounding, 1);
+            for (const KernelTable* table : usable_kernels()) {
+                choose_kernels(table->name);
+                const Codes found(rule, count), again(rule, count);
+                quantize(dense, count, found.array, rounding, 3);
+                require(std::memcmp(found.values.get(), expected.values.get(), found.bytes) == 0, std::string("codes of ") + table->name);
+                dequantize_reduce({found.array, expected.array}, 0.5f, count, target, 3);
+                reduce_quantized({found.array, expected.array}, 0.5f, count, again.array, rounding, 3);
+                const auto bits = std::make_unique<std::uint8_t[]>((count + 7) / 8);
+                const auto scales = std::make_unique<float[]>((count + rule.block_size - 1) / rule.block_size);
+                const SignArray signs{rule.block_size, true, bits.get(), scales.get()};
+                pack_signs(dense, count, signs, 3);
+                unpack_signs(signs, count, target, 3);
+            }
+        }
+    }
+}
+
 void test_pool() {
     for (int repeat = 0; repeat < 50; ++repeat) {
         Pool pool;
@@ -144,12 +199,153 @@ void test_pool() {
     for (std::thread& caller : callers) caller.join();
 }
 
+// Cuts transfers short, interrupts them, refuses direct ones and fails from some offset on.
+class FaultySystem : public SystemCalls {
+public:
+    bool forbids_rings = false, refuses_direct = false, zero_writes = false;
+    std::int64_t fails_from = INT64_MAX;
+    int error = EIO;
+
+    ssize_t read(int fd, void* to, std::size_t bytes, std::int64_t offset) override {
+        const int fault = fault_at(fd, bytes, offset);
+        return fault != 0 ? fault : SystemCalls::read(fd, to, shorter(bytes), offset);
+    }
+    ssize_t write(int fd, const void* from, std::size_t bytes, std::int64_t offset) override {
+        if (zero_writes) return 0;
+        const int fault = fault_at(fd, bytes, offset);
+        return fault != 0 ? fault : SystemCalls::write(fd, from, shorter(bytes), offset);
+    }
+    int ring_setup(unsigned entries, RingParams* params) override {
+        return forbids_rings ? -EPERM : SystemCalls::ring_setup(entries, params);
+    }
+    std::int32_t ring_result(bool writes, std::size_t bytes, std::int32_t result) override {
+        if (writes && zero_writes) return 0;
+        if (calls_++ % 5 == 4) return -EINTR;
+        if (fails_from != INT64_MAX) return -error;
+        return result > 0 ? static_cast<std::int32_t>(shorter(static_cast<std::size_t>(result))) : (static_cast<void>(bytes), result);
+    }
+
+private:
+    int fault_at(int fd, std::size_t bytes, std::int64_t offset) {
+        if (calls_++ % 5 == 4) return -EINTR;
+        if (refuses_direct && is_direct(fd)) return -EINVAL;
+        return offset + static_cast<std::int64_t>(bytes) > fails_from ? -error : 0;
+    }
+    static bool is_direct(int fd) {
+#if defined(O_DIRECT)
+        return (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
+#else
+        return static_cast<void>(fd), false;
+#endif
+    }
+    // Odd lengths now and then, aligned ones at other times.
+    std::size_t shorter(std::size_t bytes) { return calls_ % 3 == 0 && bytes > 8192 ? 4096 : calls_ % 3 == 1 && bytes > 7 ? bytes - 7 : bytes; }
+
+    std::atomic<unsigned> calls_{0};
+};
+
+std::string scratch_file() {
+    char name[] = "file_queue_XXXXXX";  // in the working folder: a memory file system may refuse direct access
+    const int fd = mkstemp(name);
+    require(fd >= 0, "a scratch file");
+    close(fd);
+    return name;
+}
+
+void test_file_queue(bool ring, bool direct, unsigned workers, bool faulty) {
+    const std::string path = scratch_file();
+    FaultySystem faults;
+    SystemCalls& calls = faulty ? faults : SystemCalls::real();
+    std::vector<char> written(300001), back(written.size());
+    for (std::size_t i = 0; i < written.size(); ++i) written[i] = static_cast<char>(i * 7 + i / 251);
+    {
+        FileQueue queue(path, OpenMode::create, {8192, 4, workers, direct, ring}, calls);
+        std::vector<std::shared_ptr<FileRequest>> requests;
+        // Pieces that begin and end anywhere, from memory that is aligned nowhere.
+        std::size_t at = 0;
+        for (const std::size_t bytes : {std::size_t{1}, std::size_t{4095}, std::size_t{4096}, std::size_t{70000}, std::size_t{0}}) {
+            requests.push_back(queue.submit(true, written.data() + at, bytes, static_cast<std::int64_t>(at)));
+            at += bytes;
+        }
+        requests.push_back(queue.submit(true, written.data() + at, written.size() - at, static_cast<std::int64_t>(at)));
+        for (const auto& request : requests) require(request->wait() == 0 && request->done(), "a write");
+        const int synced = queue.sync();
+        require(synced == 0, "sync: error " + std::to_string(synced));
+        require(queue.submit(false, back.data(), back.size(), 0)->wait() == 0, "a read");
+        require(std::memcmp(back.data(), written.data(), back.size()) == 0, "what was written is read");
+        const auto beyond = queue.submit(false, back.data(), 20000, 290001);
+        require(beyond->wait() == FileRequest::kShortFile && beyond->failed_at() == 300001, "a short file");
+        std::vector<std::thread> callers;
+        for (std::size_t k = 0; k < 3; ++k) {
+            callers.emplace_back([&, k] {
+                for (std::size_t round = 0; round < 20; ++round) {
+                    std::vector<char> part(5000);
+                    const std::size_t from = 1000 * (k + round);
+                    require(queue.submit(false, part.data(), part.size(), static_cast<std::int64_t>(from))->wait() == 0, "a caller's read");
+                    require(std::memcmp(part.data(), written.data() + from, part.size()) == 0, "a caller's bytes");
+                }
+            });
+        }
+        for (std::thread& caller : callers) caller.join();
+        queue.submit(false, back.data(), back.size(), 0);  // the destructor waits for it
+    }
+    std::remove(path.c_str());
+}
+
+void test_file_errors(bool ring) {
+    const std::string path = scratch_file();
+    std::vector<char> data(100000);
+    FaultySystem faults;
+    faults.fails_from = ring ? 0 : 50000;
+    faults.error = ENOSPC;
+    {
+        FileQueue queue(path, OpenMode::create, {8192, 4, 0, true, ring}, faults);
+        const auto request = queue.submit(true, data.data(), data.size(), 0);
+        require(request->wait() == ENOSPC, "a full disk");
+        require(ring || request->failed_at() >= 40960, "the place of the failure");
+    }
+    faults.fails_from = INT64_MAX;
+    faults.zero_writes = true;
+    {
+        FileQueue queue(path, OpenMode::update, {8192, 4, 2, false, ring}, faults);
+        require(queue.submit(true, data.data(), data.size(), 0)->wait() == EIO, "a write that never moves");
+    }
+    faults.zero_writes = false;
+    faults.refuses_direct = true;
+    faults.forbids_rings = true;
+    {
+        FileQueue queue(path, OpenMode::create, {8192, 4, 2, true, true}, faults);
+        require(!queue.uses_ring() && !queue.ring_refusal().empty(), "a forbidden ring");
+        require(queue.submit(true, data.data(), 65536, 0)->wait() == 0, "refused direct writes");
+    }
+    std::remove(path.c_str());
+    try {
+        FileQueue queue("no/such/file", OpenMode::read, {8192, 4, 0, true, ring});
+        require(false, "a missing file is refused");
+    } catch (const std::system_error& error) {
+        require(error.code().value() == ENOENT, "a missing file");
+    }
+}
+
+void test_files() {
+    for (const bool ring : {false, true}) {
+        for (const bool direct : {false, true}) {
+            for (const unsigned workers : {0u, 1u, 3u}) {
+                for (const bool faulty : {false, true}) test_file_queue(ring, direct, workers, faulty);
+            }
+        }
+        test_file_errors(ring);
+    }
+}
+
 }  // namespace
 
 int main() {
     test_pool();
     test_casts();
     test_steps_agree();
+    test_quantization();
+    test_files();
     std::puts("ok");
     return 0;
 }

@@ -1,5 +1,9 @@
 """Hot arithmetic: optimizers and ops, each with a plain-torch reference.
 
+`quantize`, `reduce_quantized`, `pack_signs` and their kin make tensors small for the wire and for memory.
+
+`AsyncFile` moves tensors to and from files.
+
 Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
 are also correct on shards of parameters. `reference` holds every op in plain torch, `native` those on host memory in
 C++, `rules` the hyperparameters; `resolve` finds the implementation that serves an op on a device, and `available()`
@@ -8,15 +12,29 @@ says which one it is, and why.
 
 from __future__ import annotations
 
+from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, resolve
 from .optim import Lamb, Lion
+from .quantization import (
+    PackedSigns,
+    Quantized,
+    dequantize,
+    dequantize_reduce,
+    pack_signs,
+    quantize,
+    reduce_quantized,
+    unpack_signs,
+)
+from .quantize_rules import QuantizationRule, SignRule
 from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 
 __all__ = [
     "AdagradRule",
     "AdamRule",
+    "AsyncFile",
+    "AsyncFileOptions",
     "CpuAdagrad",
     "CpuAdam",
     "CpuLamb",
@@ -26,11 +44,23 @@ __all__ = [
     "LambRule",
     "Lion",
     "LionRule",
+    "PackedSigns",
+    "QuantizationRule",
+    "Quantized",
     "SgdRule",
+    "SignRule",
+    "Ticket",
+    "aligned_empty",
     "available",
     "choose_instruction_set",
+    "dequantize",
+    "dequantize_reduce",
     "get_num_threads",
     "instruction_sets",
+    "pack_signs",
+    "quantize",
+    "reduce_quantized",
     "resolve",
     "set_num_threads",
+    "unpack_signs",
 ]

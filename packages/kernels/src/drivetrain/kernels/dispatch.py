@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 
-from . import native, reference
+from . import native, quantize_native, quantize_reference, reference
 from .core import CORE
 
 __all__ = ["KernelStatus", "available", "resolve"]
@@ -35,6 +35,11 @@ _REFERENCE: Final[Mapping[str, Implementation]] = MappingProxyType(
         "sum_of_squares": reference.sum_of_squares,
         "unscale": reference.unscale,
         "cast": reference.cast,
+        "quantize": quantize_reference.quantize,
+        "dequantize_reduce": quantize_reference.dequantize_reduce,
+        "reduce_quantized": quantize_reference.reduce_quantized,
+        "pack_signs": quantize_reference.pack_signs,
+        "unpack_signs": quantize_reference.unpack_signs,
     }
 )
 
@@ -50,6 +55,11 @@ _NATIVE_CPU: Final[Mapping[str, Implementation]] = MappingProxyType(
         "sum_of_squares": native.sum_of_squares,
         "unscale": native.unscale,
         "cast": native.cast,
+        "quantize": quantize_native.quantize,
+        "dequantize_reduce": quantize_native.dequantize_reduce,
+        "reduce_quantized": quantize_native.reduce_quantized,
+        "pack_signs": quantize_native.pack_signs,
+        "unpack_signs": quantize_native.unpack_signs,
     }
 )
 
@@ -72,7 +82,7 @@ class KernelStatus:
 def resolve(op: str, device: torch.device | str) -> Implementation:
     """The function that serves `op` (a name in `available()`) on tensors of `device`.
 
-    It has the signature of `reference.<op>`.
+    It has the signature of `reference.<op>` or `quantize_reference.<op>`.
     """
     if op not in _REFERENCE:
         raise KeyError(f"no op named {op!r}; known ops: {', '.join(sorted(_REFERENCE))}")
