@@ -27,10 +27,12 @@ from drivetrain.engine.launch import (
     LaunchSpec,
     RankFailure,
     available_cores,
+    bootstrap,
     default_nproc,
     describe,
     root_cause,
 )
+from drivetrain.engine.launch.failure import read_error
 from drivetrain.engine.launch.host import cpu_quota, threads_per_rank
 from drivetrain.engine.launch.plan import rank_environment
 from drivetrain.engine.launch.relay import LineBuffer, Relay
@@ -336,6 +338,82 @@ def test_the_status_of_a_signal_is_the_shell_s() -> None:
     assert failure(0, 1.0, code=-9).status == 137
     assert failure(0, 1.0, code=3).status == 3
     assert "was killed by SIGKILL (often the out-of-memory killer" in describe([failure(0, 1.0, code=-9)])
+
+
+# ----------------------------------------------------------------------------------------------------------- bootstrap
+
+
+def as_rank(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A rank alone, as the launcher starts it."""
+    return subprocess.run(
+        [sys.executable, "-u", bootstrap.__file__, *arguments],
+        cwd=folder,
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def test_a_script_may_start_processes_that_know_its_classes(tmp_path: Path) -> None:
+    body = """
+import multiprocessing
+class Batch: pass
+def name(batch): return type(batch).__name__
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(name, (Batch(),)))
+"""
+    done = as_rank(tmp_path, "script", script(tmp_path, body))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Batch\n", "")
+    assert read_error(tmp_path / "error.json") is None
+
+
+def test_a_folder_with_a_main_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    script(tmp_path / "recipe", "import sys, part\nprint(sys.argv[1:], part.__name__)\n", "__main__.py")
+    script(tmp_path / "recipe", "", "part.py")
+    done = as_rank(tmp_path, "script", "recipe", "a")
+    assert (done.returncode, done.stdout) == (0, "['a'] part\n")
+
+
+def test_an_error_record_begins_in_the_script_and_has_the_chain(tmp_path: Path) -> None:
+    body = "try:\n    {}['lr']\nexcept KeyError as error:\n    raise ValueError('no rate') from error\n"
+    done = as_rank(tmp_path, "script", script(tmp_path, body))
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    record = read_error(tmp_path / "error.json")
+    assert record is not None
+    assert (record.type, record.message, record.exit) == ("ValueError", "no rate", None)
+    assert record.chain == ("ValueError: no rate", "KeyError: 'lr'")
+    assert "bootstrap" not in record.traceback
+    assert record.traceback.endswith("ValueError: no rate\n")
+
+
+def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    assert as_rank(tmp_path, "script", script(tmp_path, "x = (1\n")).returncode == 1
+    record = read_error(tmp_path / "error.json")
+    assert record is not None
+    assert record.type == "SyntaxError"
+    assert record.traceback.startswith(f'  File "{tmp_path / "train.py"}", line 1')
+
+
+def test_an_exit_with_words_says_them(tmp_path: Path) -> None:
+    done = as_rank(tmp_path, "script", script(tmp_path, "import sys\nsys.exit('no data')\n"))
+    assert (done.returncode, done.stderr) == (1, "no data\n")
+    record = read_error(tmp_path / "error.json")
+    assert record is not None
+    assert (record.type, record.exit) == ("SystemExit", "no data")
+
+
+def test_an_error_file_that_is_none_is_no_error(tmp_path: Path) -> None:
+    for content in ("", "[]", "{}", '{"message": {}}'):
+        (tmp_path / "error.json").write_text(content)
+        assert read_error(tmp_path / "error.json") is None
+    (tmp_path / "error.json").write_text('{"message": "ValueError: plain"}')
+    record = read_error(tmp_path / "error.json")
+    assert record is not None
+    assert (record.type, record.message) == ("ValueError", "plain")
 
 
 # --------------------------------------------------------------------------------------------------------- small parts
