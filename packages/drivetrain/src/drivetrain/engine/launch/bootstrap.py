@@ -15,14 +15,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib.machinery
 import io
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
 import time
 import traceback
+import types
 from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -59,9 +62,26 @@ def _run(kind: str, target: str, args: list[str]) -> None:
     if kind == "script":
         if os.path.isdir(target) and sys.path[0] == first:
             del sys.path[0]  # runpy puts a folder with a __main__.py there itself
-        runpy.run_path(os.path.abspath(target), run_name="__main__")
+        path = os.path.abspath(target)
+        if pkgutil.get_importer(path) is None and not path.endswith(".pyc"):
+            _run_file(path)
+        else:
+            runpy.run_path(path, run_name="__main__")  # a folder, an archive, or compiled code
     else:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+def _run_file(path: str) -> None:
+    """Run a source file. `runpy` would write the path into `sys.argv[0]`, and take `__main__` away at the script's end,
+    when its threads may still unpickle by that name."""
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    with io.open_code(path) as file:
+        # `dont_inherit`: the __future__ imports of this file are not the script's.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
 
 
 def _end_with_the_launcher() -> None:
