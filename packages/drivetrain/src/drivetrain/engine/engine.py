@@ -10,11 +10,9 @@ scale.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,40 +22,15 @@ from torch.utils.data import Dataset
 
 from drivetrain.comm import Ledger, Mesh, all_reduce
 from drivetrain.engine.assemble import Given, MakeOptimizer, MakeScheduler, Parts, assemble
-from drivetrain.engine.checkpoint import (
-    CheckpointError,
-    Exported,
-    ExportOptions,
-    LoadedCheckpoint,
-    LoadOptions,
-    RandomState,
-    SaveOptions,
-    StoredCheckpoint,
-    TagValidation,
-    agree,
-    check_fit,
-    export_tensors,
-    load,
-    open_checkpoint,
-    save,
-)
+from drivetrain.engine.checkpoint import Exported, ExportOptions, LoadedCheckpoint, SaveOptions
 from drivetrain.engine.config import Config
 from drivetrain.engine.data import Collate, RepeatingLoader
+from drivetrain.engine.nested import cast_floats, listed, loss_of, map_tensors, to_device
 from drivetrain.engine.optimizers import Parameters
+from drivetrain.engine.persist import Persistence
 from drivetrain.engine.record import Counters, StepRecord
-from drivetrain.engine.snapshot import (
-    MODEL,
-    LoadParts,
-    check_optimizer,
-    finish_optimizer,
-    model_tensors,
-    optimizer_metadata,
-    optimizer_tensors,
-    prepare_optimizer,
-)
+from drivetrain.engine.snapshot import LoadParts
 from drivetrain.zero import ShardedOptimizer
-
-TAG_VALIDATION: Mapping[str, TagValidation] = MappingProxyType({"Ignore": "ignore", "Warn": "warn", "Fail": "fail"})
 
 
 def initialize(
@@ -131,8 +104,7 @@ class Engine:
         self.timers = parts.observer.timers
         self.counters = Counters()
         self._held = False  # inside no_sync
-        # A channel of its own: what checkpoints send is neither in training's order nor on its account.
-        self._checkpoint_axis = self.mesh.axis("shard", channel="checkpoint")
+        self._persistence = Persistence(parts)
         self._scaled = False  # the loss of the coming backward pass carries the loss scale
         self._batches: Iterator[Any] | None = None
         self.last_step: StepRecord | None = None
@@ -209,7 +181,7 @@ class Engine:
         self._scaled = False
         self.sharded.closes_step = self.closes_step and not self._held
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
-            inputs, kwargs = _cast_floats(inputs), _cast_floats(kwargs)
+            inputs, kwargs = cast_floats(inputs), cast_floats(kwargs)
         with self.timers.measure("forward"):
             try:
                 return self.module(*inputs, **kwargs)
@@ -225,13 +197,13 @@ class Engine:
             return None
         ours = {bucket.dtype for bucket in self.sharded.buckets}
         found: set[torch.dtype] = set()
-        _map_tensors(inputs, lambda tensor: found.add(tensor.dtype))
+        map_tensors(inputs, lambda tensor: found.add(tensor.dtype))
         strange = {dtype for dtype in found - ours if dtype.is_floating_point}
         if not strange:
             return None
         cast = ', or set "auto_cast" in the fp16 section' if self.config.fp16.enabled else ""
         return (
-            f"rank {self.rank}: {error}. Parameters compute in {_listed(ours)}, and inputs came in {_listed(strange)}: "
+            f"rank {self.rank}: {error}. Parameters compute in {listed(ours)}, and inputs came in {listed(strange)}: "
             f"convert them before they reach the engine{cast}"
         )
 
@@ -386,7 +358,7 @@ class Engine:
 
     def call_with(self, batch: Any) -> Any:
         """Run the module on a batch, moved to the device."""
-        moved = _to_device(batch, self.device)
+        moved = to_device(batch, self.device)
         if isinstance(moved, Mapping):
             return self.forward(**moved)
         if isinstance(moved, (tuple, list)):
@@ -448,29 +420,7 @@ class Engine:
                 f"rank {self.rank}: save between backward and step would lose the gradients; save after engine.step(), "
                 "or drop them first with engine.sharded.zero_grad()"
             )
-        axis = self._checkpoint_axis
-        tensors = model_tensors(self.sharded)
-        metadata: dict[str, Any] = {
-            "counters": vars(self.counters),
-            "schedule": self.schedule.state_dict() if self.schedule else None,
-            "data": self.train_loader.state_dict() if self.train_loader else None,
-            "config": self.config.to_dict(only_given=True),
-            "model_config": _model_config(self.module),
-        }
-        if self.optimizer is not None:
-            tensors.update(optimizer_tensors(self.optimizer, "save"))
-            metadata["optimizer"] = optimizer_metadata(self.optimizer, axis)
-        return save(
-            directory,
-            f"global_step{self.counters.global_steps}" if tag is None else tag,
-            tensors=tensors,
-            axis=axis,
-            metadata=metadata,
-            client_state=client_state,
-            random_state=RandomState.capture(self.device),
-            aliases=self._aliases(),
-            options=options or SaveOptions(tag_validation=TAG_VALIDATION[self.config.checkpoint.tag_validation]),
-        )
+        return self._persistence.save(directory, tag, self.counters, client_state, options)
 
     def load(
         self,
@@ -498,52 +448,15 @@ class Engine:
                 found damaged on the way, nothing has changed.
         """
         parts = parts or LoadParts()
-        tensors = model_tensors(self.sharded)
-        optimizer = self.optimizer if parts.optimizer else None
-        only_model = LoadOptions(strict=strict, prefixes=(MODEL,), exhaustive=(MODEL,))
-        opened: list[StoredCheckpoint] = []
-
-        def examine() -> None:
-            stored = open_checkpoint(directory, tag)
-            check_fit(stored, tensors, only_model)
-            if optimizer is not None:
-                check_optimizer(optimizer, stored)
-            self._take_positions(stored, parts)
-            opened.append(stored)
-
-        agree(examine, self._checkpoint_axis)
-        (stored,) = opened
-        self.sharded.zero_grad()
-        if optimizer is not None:
-            prepare_optimizer(optimizer, stored)
-            tensors.update(optimizer_tensors(optimizer, "load"))
-        options = only_model if optimizer is None else replace(only_model, prefixes=())
-        loaded = load(directory, stored.manifest.tag, tensors=tensors, axis=self._checkpoint_axis, options=options)
-        self.sharded.refresh_parameters()
-        metadata = loaded.metadata
-        if optimizer is not None:
-            finish_optimizer(optimizer, metadata["optimizer"])
+        loaded = self._persistence.load(directory, tag, parts, strict=strict)
+        if parts.data:
+            self._batches = None
         if parts.schedule:
-            self.counters = Counters(**metadata["counters"])
+            self.counters = Counters(**loaded.metadata["counters"])
             if self.schedule is not None:
                 self.schedule.apply(self.counters.applied_steps)
-        if parts.random and loaded.random_state is not None:
-            loaded.random_state.restore(self.device)
-        if parts.schedule:
             self.observer.sinks.rewind(self.counters.global_steps)
         return loaded
-
-    def _take_positions(self, stored: StoredCheckpoint, parts: LoadParts) -> None:
-        """Those of the data and of the schedule: they know best whether they fit, and have done nothing if not."""
-        metadata = stored.manifest.metadata
-        try:
-            if parts.data and self.train_loader is not None and metadata["data"] is not None:
-                self.train_loader.load_state_dict(metadata["data"])
-                self._batches = None
-            if parts.schedule and self.schedule is not None and metadata["schedule"] is not None:
-                self.schedule.load_state_dict(metadata["schedule"])
-        except ValueError as error:
-            raise CheckpointError(f"{stored.path} does not fit this run: {error} (see LoadParts)") from error
 
     def export(self, directory: str | Path, *, options: ExportOptions | None = None) -> Exported:
         """Write the whole weights as safetensors that ``transformers`` loads. Collective; rank 0 writes.
@@ -551,82 +464,8 @@ class Engine:
         Weights are written in the dtype that the model computes in unless ``options.dtype`` says otherwise. A module
         with a ``config`` of its own (as models of transformers have) gets its ``config.json``.
         """
-        if options is None:
-            options = ExportOptions(dtype=self.sharded.policy.param_dtype, config=_model_config(self.module))
-        tensors = model_tensors(self.sharded)
-        return export_tensors(tensors, directory, axis=self._checkpoint_axis, aliases=self._aliases(), options=options)
-
-    def _aliases(self) -> dict[str, str]:
-        return {MODEL + other: MODEL + name for name, others in self.sharded.aliases().items() for other in others}
+        return self._persistence.export(directory, options)
 
     def close(self) -> None:
         """Close the files that metrics go to."""
         self.observer.sinks.close()
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what a module returned: itself, its ``loss``, or its first item.
-
-    Raises:
-        TypeError: there is none.
-        ValueError: it is no scalar.
-    """
-    loss: Any = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif not isinstance(output, torch.Tensor):
-        loss = getattr(output, "loss", None)
-        if loss is None and isinstance(output, (tuple, list)) and output:
-            loss = output[0]
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"no loss tensor was found in what the module returned, {_contents(output)}; return the loss, or something "
-            "whose 'loss' or first item it is"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the module returned a tensor of shape {tuple(loss.shape)} where its loss was expected, a scalar: compute "
-            "the loss in the module's forward, or call engine(...), engine.backward(loss) and engine.step() yourself"
-        )
-    return loss
-
-
-def _contents(output: object) -> str:
-    """What an output is made of, in a few words."""
-    if isinstance(output, Mapping):
-        return f"a mapping with the keys {_listed(output)}" if output else "an empty mapping"
-    if is_dataclass(output):
-        found = [field.name for field in fields(output) if getattr(output, field.name, None) is not None]
-        return f"the dataclass {type(output).__name__} with {_listed(found) or 'nothing'} in it"
-    return f"something of type {type(output).__name__}"
-
-
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(sorted(str(value) for value in values))
-
-
-def _model_config(module: nn.Module) -> dict[str, Any] | None:
-    """The configuration that models of transformers carry."""
-    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
-    return to_dict() if callable(to_dict) else None
-
-
-def _map_tensors(value: Any, change: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        mapped = [_map_tensors(item, change) for item in value]
-        if isinstance(value, list):
-            return mapped
-        return type(value)(*mapped) if type(value) is not tuple else tuple(mapped)
-    return value
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return _map_tensors(value, lambda t: t.to(device, non_blocking=True))
-
-
-def _cast_floats(value: Any) -> Any:
-    return _map_tensors(value, lambda t: t.half() if t.is_floating_point() else t)

@@ -12,8 +12,9 @@ An owner is a module that holds parameters of a unit directly. Watching every ow
 unit's, is what makes the release in backward safe: the hook on an owner's output runs right before the nodes that
 read its parameters, so a unit that went too early comes back (at a cost) instead of being read after it was freed.
 
-Recomputation (activation checkpointing, both kinds) runs forward hooks inside backward. There a forward call neither
-releases (the backward that it is for comes next) nor counts as open.
+Recomputation (activation checkpointing, both kinds) runs forward hooks inside backward. There a forward call does not
+release: the backward that it is for comes next. The non-reentrant kind recomputes for a call that is open already, on a
+graph that nobody runs backward; only the reentrant kind, whose first forward pass had no graph, opens one there.
 """
 
 from __future__ import annotations
@@ -207,7 +208,8 @@ class Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             phase = self._phase()
             self._residency.need(unit, phase)
-            if phase is not Phase.FORWARD:
+            recomputed = phase is Phase.BACKWARD and unit.open_calls > 0
+            if phase is Phase.INFERENCE or recomputed:
                 return
             # The first differentiable input stands for the call: what all blocks read besides, such as an encoder's
             # output, has its gradient only when backward is almost over.
