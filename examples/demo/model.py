@@ -28,7 +28,7 @@ class LlamaConfig:
 
     vocab_size: int
     width: int = 384
-    inner_width: int = 1088
+    inner_width: int = 1152
     layers: int = 5
     heads: int = 6
     context: int = 128
