@@ -47,7 +47,7 @@ from rich.console import Console
 
 from drivetrain.engine.monitor import MemoryRow, ModelStates, loss_curve, memory_picture
 
-VOCABULARY, QUICK_VOCABULARY = 512, 512
+VOCABULARY = 512
 SECONDS, QUICK_SECONDS = 130.0, 6.0
 LEAST_FALL, QUICK_LEAST_FALL = 0.40, 0.15
 RESUME_TOLERANCE = 0.01  # nats per token: bf16 rounds differently where the work is cut differently
@@ -81,7 +81,7 @@ class Demo:
             device=device,
             ranks=ranks,
             quick=quick,
-            vocabulary=QUICK_VOCABULARY if quick else VOCABULARY,
+            vocabulary=VOCABULARY,
             seconds=QUICK_SECONDS if quick else SECONDS,
         )
         self._console = Console(highlight=False)
