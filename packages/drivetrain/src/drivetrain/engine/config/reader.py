@@ -64,6 +64,9 @@ class Document:
     """Duplicate keys. A syntax error is not here: it raises, since nothing after it can be trusted."""
 
 
+_LONGEST_PATH = 4096
+
+
 def read(source: Mapping[str, object] | str | os.PathLike[str]) -> Document:
     """Read a mapping, a file, or URL-safe base64 of a document.
 
@@ -95,7 +98,7 @@ def read(source: Mapping[str, object] | str | os.PathLike[str]) -> Document:
             return parse(text, source=None)
     raise _refusal(
         "there is no such file, and the text is not URL-safe base64 of a configuration either",
-        found=show(name),
+        found=json.dumps(name) if len(name) <= _LONGEST_PATH else show(name),  # a path is of use only whole
         hint=f"check the path; relative paths start at the current folder, which is {os.getcwd()}",
     )
 
