@@ -77,11 +77,13 @@ class GradientExchange:
         """Let a bucket that is reduced already take more gradients without a second buffer.
 
         Only where every rank holds the whole result R (stage 0): with R as its own contribution, the next mean over
-        ranks is R plus the mean of what is new; a sum needs R divided by the number of ranks first. Not where the
-        policy asks for a reduction per micro-batch: that promises the additions in that order.
+        ranks is R plus the mean of what is new; a sum needs R divided by the number of ranks first. That holds if all
+        ranks contribute R, so a rank with nothing new, or that had R too late, does it when the bucket is sent. Not
+        where the policy asks for a reduction per micro-batch: that promises the additions in that order.
         """
         if bucket.split or self._policy.reduces_every_micro_batch or bucket.reduced is None:
             return
-        bucket.local, bucket.reduced = bucket.reduced, None
+        done, bucket.reduced = bucket.reduced, None
         if self._policy.reduce_op == "sum":
-            bucket.local.div_(self._axis.size)
+            done.div_(self._axis.size)
+        bucket.local = done if bucket.local is None else bucket.local.add_(done)

@@ -46,6 +46,12 @@ def accumulator(parameter: nn.Parameter) -> Node:
     return node
 
 
+def untraced(hook: Callable[..., None]) -> Callable[..., None]:
+    """``hook``, kept out of the graph where ``torch.compile`` of a block traces into its hooks."""
+    kept_out: Callable[..., None] = torch.compiler.disable(hook)
+    return kept_out
+
+
 def inside_backward() -> bool:
     """Whether the autograd engine is running on this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -159,12 +165,12 @@ class Hooks:
         add = self._handles.append
         own = {id(slot.parameter) for bucket in unit.buckets for slot in bucket.slots}
         for module in unit.modules:
-            add(module.register_forward_pre_hook(self._unit_entrance(unit), prepend=True, with_kwargs=True))
-            add(module.register_forward_hook(self._unit_exit(unit), with_kwargs=True))
+            add(module.register_forward_pre_hook(untraced(self._unit_entrance(unit)), prepend=True, with_kwargs=True))
+            add(module.register_forward_hook(untraced(self._unit_exit(unit)), with_kwargs=True))
         for module in self._root.modules():
             if module not in unit.modules and any(id(p) in own for p in module.parameters(recurse=False)):
-                add(module.register_forward_pre_hook(self._owner_entrance(unit), prepend=True))
-                add(module.register_forward_hook(self._owner_exit(unit)))
+                add(module.register_forward_pre_hook(untraced(self._owner_entrance(unit)), prepend=True))
+                add(module.register_forward_hook(untraced(self._owner_exit(unit))))
 
     def remove(self) -> None:
         """Take every hook out again."""
@@ -198,11 +204,11 @@ class Hooks:
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if inside_backward():
             return
-        watched = differentiable(output)
-        for tensor in watched:
+        for tensor in differentiable(output):
             tensor.register_hook(self._on_root_gradient)
-        if not watched:
-            self._residency.release_all()
+        # With gradients enabled backward may come, though the output hides its tensors from us: stay until it has.
+        if not torch.is_grad_enabled():
+            self._release_all()
 
     def _unit_entrance(self, unit: Unit) -> Callable[..., None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -216,7 +222,7 @@ class Hooks:
             hidden = next(iter(differentiable((args, kwargs))), None)
             if hidden is not None:
                 unit.open_calls += 1
-                torch.autograd.graph.register_multi_grad_hook((hidden,), lambda _: self._on_inputs_done(unit))
+                hidden.register_hook(lambda _: self._on_inputs_done(unit))
 
         return before
 
@@ -251,6 +257,9 @@ class Hooks:
     # backward ---------------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
+        # With create_graph, what is made now can be differentiated, in nodes that read parameters and that no hook of
+        # ours precedes. So all that is whole stays, until the optimizer step.
+        self._residency.held |= torch.is_grad_enabled()
         for unit in self._units:
             unit.missing = unit.trainable_count
 
@@ -304,7 +313,11 @@ class Hooks:
 
     def _end_backward(self) -> None:
         self._reducer.finish_backward(reduces=self._reduces())
-        self._residency.release_all()
+        self._release_all()
+
+    def _release_all(self) -> None:
+        if not self._residency.held:
+            self._residency.release_all()
 
     def _abandon_backward(self) -> None:
         self._residency.release_all()

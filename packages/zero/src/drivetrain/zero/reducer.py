@@ -136,8 +136,9 @@ class GradientReducer:
                     bucket.local[slot.start : slot.start + slot.numel].zero_()
             for gap in lane.gaps:
                 bucket.local[gap].zero_()
-        while len(self._pending) >= IN_FLIGHT:
+        while len(self._pending) >= IN_FLIGHT or any(pending.bucket is bucket for pending in self._pending):
             self._pending.popleft().wait()
+        self._exchange.reopen(bucket)
         self._pending.append(self._exchange.start(bucket))
 
     def drain(self) -> None:

@@ -20,6 +20,9 @@ class Residency:
         units: every unit, at its own index.
         axis: the ranks that units are split over; gathers have this channel to themselves.
         policy: budgets for prefetch and reuse.
+
+    Attributes:
+        held: the end of a use releases nothing, until `release_all`. For graphs that no hook sees: backward's own.
     """
 
     def __init__(self, units: Sequence[Unit], axis: Axis, policy: Policy) -> None:
@@ -27,6 +30,7 @@ class Residency:
         self._axis = axis
         self._policy = policy
         self.order = UseOrder()
+        self.held = False
 
     def need(self, unit: Unit, phase: Phase) -> None:
         """Return once ``unit`` is readable; send for what is expected next."""
@@ -51,7 +55,7 @@ class Residency:
 
     def done(self, unit: Unit) -> None:
         """``unit`` has been used: release it, unless it is needed again soon enough to be worth keeping."""
-        if unit.live and not unit.resident and not self._worth_keeping(unit):
+        if unit.live and not (unit.resident or self.held or self._worth_keeping(unit)):
             unit.release()
 
     def _worth_keeping(self, unit: Unit) -> bool:
@@ -73,6 +77,7 @@ class Residency:
 
     def release_all(self) -> None:
         """Nothing that can be released stays whole."""
+        self.held = False
         for unit in self._units:
             unit.release()
 
