@@ -166,18 +166,12 @@ def run_pytest(session: nox.Session, suites: Sequence[tuple[str, list[Path]]], a
         report.unlink(missing_ok=True)
         # 5: nothing collected, which is an answer when the caller selects tests and a fault otherwise.
         accepted = [0, 5] if arguments else [0]
-        command = [
-            "python",
-            "-m",
-            "pytest",
-            "-q",
-            "--continue-on-collection-errors",
-            f"--junitxml={report}",
-            *map(str, folders),
-            *arguments,
-        ]
+        options = ["-q", "--continue-on-collection-errors", f"--junitxml={report}"]
         try:
-            if session.run(*command, success_codes=accepted) is None:
+            done = session.run(
+                "python", "-m", "pytest", *options, *map(str, folders), *arguments, success_codes=accepted
+            )
+            if done is None:
                 return  # nox --install-only
             complete = True
         except CommandFailed:
