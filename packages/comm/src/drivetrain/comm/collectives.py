@@ -1,7 +1,8 @@
 """The collectives: issued asynchronously, completed by ``Handle.wait``.
 
 All take an ``Axis`` and contiguous tensors on its device. A collective must be issued by all ranks of the axis, in
-the same order; handles may be waited for in any order. Until ``wait`` returned, no tensor that was passed may be
+the same order; handles may be waited for in any order. Where a peer is known to be lost, the issue itself raises the
+``CollectiveError`` that ``wait`` would. Until ``wait`` returned, no tensor that was passed may be
 written, and outputs are undefined.
 
 On gloo the algorithms are in ``gloo.py``: deterministic, summed in rank order, an all-reduce giving the same bits as

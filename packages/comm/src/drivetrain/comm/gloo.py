@@ -294,9 +294,11 @@ class StreamedFold:
                 if self._spread is not None:
                     for peer in self._peers:
                         self._spread.send_part(output, peer, _nbytes(self._output))
-            self._ring = []
         except BaseException as error:
             self._error = error
+        finally:
+            self._posted.clear()  # before the memory that gloo may still write to after a failure
+            self._ring = []
 
     def _fold_part(self, number: int, output: torch.Tensor, own: torch.Tensor) -> None:
         for peer, work in self._posted.popleft():

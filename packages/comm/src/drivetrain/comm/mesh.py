@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.ledger import Ledger
 from drivetrain.comm.setup import World
 
@@ -69,7 +70,7 @@ class Axis:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of torch.distributed."""
+        """The process group of torch.distributed. COLLECTIVE on the first use where the axis has one rank."""
         if self._group is None:
             self._group = self._make()
         return self._group
@@ -199,19 +200,26 @@ class Mesh:
             return world  # on gloo our point-to-point tags must not meet those of other users of the world's group
         description = f"{name}:{channel}"
         if len(mine) == 1:
-            alone: dist.ProcessGroup = dist.new_group(
-                list(mine), backend="gloo", use_local_synchronization=True, group_desc=description
-            )
-            return alone
-        found: dist.ProcessGroup | None = None
-        for ranks in groups:
-            made = dist.new_group(
-                list(ranks), timeout=self.world.timeout, backend=self.world.backend, group_desc=description
-            )
-            found = made if ranks == mine else found
-        if found is None:
-            raise RuntimeError(f"axis '{name}': rank {self.world.rank} is in none of the groups {groups}")
-        return found
+            return _new_group(mine, self.world, description, only_members=True)
+        made = {ranks: _new_group(ranks, self.world, description) for ranks in groups}
+        return made[mine]
+
+
+def _new_group(
+    ranks: tuple[int, ...], world: World, description: str, *, only_members: bool = False
+) -> dist.ProcessGroup:
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks),
+            timeout=world.timeout,
+            backend=world.backend,
+            use_local_synchronization=only_members,
+            group_desc=description,
+        )
+    except RuntimeError as error:
+        reason = f"the ranks {ranks} did not all come, or cannot reach each other. torch says: {error}"
+        raise CollectiveError(reason, op="the making of a group", axis=description, rank=world.rank) from error
+    return group
 
 
 def groups_along(sizes: dict[str, int], names: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
