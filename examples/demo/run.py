@@ -310,10 +310,12 @@ def main() -> int:
     try:
         return 0 if demo.run() else 1
     except Stopped as stopped:
-        console.print(f"\nThe demo stopped. What was written so far is in {given.folder}.")
+        console.print(f"\nThe demo stopped. What was written so far is in {given.folder}.", soft_wrap=True)
         return stopped.status
     except KeyboardInterrupt:
-        console.print(f"\nStopped. What was written so far is in {given.folder}; nox -s demo starts anew.")
+        console.print(
+            f"\nStopped. What was written so far is in {given.folder}; nox -s demo starts anew.", soft_wrap=True
+        )
         return INTERRUPTED
     except FileNotFoundError as error:
         console.print(f"\nThe demo can't run: {error}", soft_wrap=True)
