@@ -159,7 +159,8 @@ class Outcome:
 
 def run_pytest(session: nox.Session, suites: Sequence[tuple[str, list[Path]]], arguments: Sequence[str]) -> None:
     """Runs one pytest after another, all of them whatever fails, and closes with a table and a line of totals."""
-    reports = Path(session.create_tmp()).resolve()
+    reports = session.cache_dir / "reports"  # not create_tmp: it would make the tests' own temporary paths long
+    reports.mkdir(exist_ok=True)
     outcomes: list[Outcome] = []
     for name, folders in suites:
         report = reports / f"{name}.xml"
@@ -235,7 +236,7 @@ def lowest(session: nox.Session) -> None:
             bounds = [bound.version for bound in requirement.specifier if bound.operator in (">=", "~=")]
             if bounds and not requirement.name.startswith("drivetrain"):
                 pins[requirement.name] = max([*bounds, pins.get(requirement.name, "0")], key=Version)
-    file = Path(session.create_tmp()).resolve() / "lowest.txt"
+    file = session.cache_dir / "lowest.txt"
     file.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pins.items())), encoding="utf-8")
     install(session, wanted, *group("test"), tools=TOOLS, constrain=["-c", str(file)])
     run_pytest(session, package_suites(names or list(PACKAGES)), arguments)
