@@ -109,6 +109,18 @@ class Block(nn.Module):
         return x + self.gain * torch.tanh(self.linear(self.norm(x)))
 
 
+class HalfFrozen(nn.Module):
+    """Reads a frozen and a trained parameter of its own: the frozen one after the trained one has its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2, requires_grad=False)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight) * self.gain
+
+
 class Adapted(nn.Module):
     """Frozen norm and linear, trained rank-2 adapter."""
 
@@ -170,7 +182,7 @@ def accumulating(run: Run) -> None:
 
 
 def two_backwards_one_step(run: Run) -> None:
-    """B4 of the pains: no context, no counter, just two calls of backward."""
+    """No context, no counter, just two calls of backward."""
     for step in range(3):
         for rank in run.ranks:
             run.backward(loss_of(run.model, inputs(step, rank)))
@@ -441,7 +453,7 @@ def only_one_rank_has_a_second_backward(run: Run) -> None:
 
 
 class Siamese(nn.Module):
-    """B6 of the pains: one encoder of two layers used twice in a forward pass."""
+    """One encoder of two layers used twice in a forward pass."""
 
     def __init__(self, recompute: str) -> None:
         super().__init__()
@@ -461,7 +473,7 @@ class Siamese(nn.Module):
 
 
 class SideBySide(nn.Module):
-    """B7: an encoder's second use belongs to a subgraph that the first does not touch, an auxiliary loss."""
+    """An encoder's second use belongs to a subgraph that the first does not touch, an auxiliary loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -567,10 +579,12 @@ def auxiliary_losses(run: Run) -> None:
 class CrossTower(nn.Module):
     """All blocks read an encoder's output beside their own input: its gradient is there only when all are done."""
 
-    def __init__(self, *, memory_first: bool) -> None:
+    def __init__(self, *, memory_first: bool, frozen: bool = False) -> None:
         super().__init__()
         self.encoder = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(CrossBlock() for _ in range(3))
+        for block in self.blocks:
+            block.attention.requires_grad_(not frozen)
         self.memory_first = memory_first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -773,8 +787,9 @@ SCENES: dict[str, Scene] = {
     **{f"adapters, {how}": Scene(accumulating, partial(Tower, Adapted, recompute=how)) for how in RECOMPUTES},
     **{f"siamese, {how}": Scene(accumulating, partial(Siamese, how)) for how in RECOMPUTES},
     **{
-        f"{scene.__name__.replace('_', ' ')}, adapters, {how}": Scene(scene, partial(Tower, Adapted, recompute=how))
-        for scene in (two_forwards_before_one_backward, the_same_graph_twice, evaluation_between_forward_and_backward)
+        f"{play.__name__.replace('_', ' ')}, {name}, {how}": Scene(play, partial(Tower, block, recompute=how))
+        for play in (two_forwards_before_one_backward, the_same_graph_twice, evaluation_between_forward_and_backward)
+        for name, block in (("adapters", Adapted), ("half frozen", HalfFrozen))
         for how in RECOMPUTES[:2]
     },
     "an encoder in two subgraphs": Scene(accumulating, SideBySide),
@@ -786,6 +801,7 @@ SCENES: dict[str, Scene] = {
     "auxiliary losses as attributes": Scene(auxiliary_losses, partial(Tower, RouterBlock)),
     "cross attention": Scene(accumulating, partial(CrossTower, memory_first=False)),
     "cross attention, memory first": Scene(accumulating, partial(CrossTower, memory_first=True)),
+    "cross attention, frozen": Scene(accumulating, partial(CrossTower, memory_first=False, frozen=True)),
     "torch's transformer": Scene(with_evaluation, Transformer),
     "odd parameters": Scene(accumulating, Odd),
     "recurrent and parametrized": Scene(with_evaluation, Recurrent),

@@ -12,9 +12,11 @@ An owner is a module that holds parameters of a unit directly. Watching every ow
 unit's, is what makes the release in backward safe: the hook on an owner's output runs right before the nodes that
 read its parameters, so a unit that went too early comes back (at a cost) instead of being read after it was freed.
 
+A call is open from the gradient of its first output to that of its last input, and a unit stays while one is. That is
+needed for safety too: a module that holds parameters directly may read them long after its output's hook has run.
 Recomputation (activation checkpointing, both kinds) runs forward hooks inside backward. There a forward call does not
-release: the backward that it is for comes next. The non-reentrant kind recomputes for a call that is open already, on a
-graph that nobody runs backward; only the reentrant kind, whose first forward pass had no graph, opens one there.
+release: the backward that it is for comes next. The non-reentrant kind recomputes for a call that is open, on a graph
+that nobody runs backward; the reentrant kind, whose first forward pass had no graph, opens the recomputed call.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from drivetrain.zero.order import Phase
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
-from drivetrain.zero.unit import Unit
+from drivetrain.zero.unit import Call, Unit
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -46,9 +48,9 @@ def accumulator(parameter: nn.Parameter) -> Node:
     return node
 
 
-def untraced(hook: Callable[..., None]) -> Callable[..., None]:
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     """``hook``, kept out of the graph where ``torch.compile`` of a block traces into its hooks."""
-    kept_out: Callable[..., None] = torch.compiler.disable(hook)
+    kept_out: Callable[..., Any] = torch.compiler.disable(hook)
     return kept_out
 
 
@@ -77,6 +79,24 @@ def differentiable(value: object) -> list[torch.Tensor]:
     return [t for t in tensors_in(value) if t.requires_grad] if torch.is_grad_enabled() else []
 
 
+def own_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with views of the differentiable tensors in place of all but the first of these.
+
+    What all blocks read besides, such as an encoder's output, has its gradient only when backward is almost over; a
+    call's own view of it has its gradient when backward is through the call. Containers that the callee might change
+    keep the tensors that they hold.
+    """
+    first = next(iter(differentiable((args, kwargs))), None)
+
+    def own(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            plain = value.layout == torch.strided and value.requires_grad
+            return value.view_as(value) if plain and value is not first else value
+        return tuple(own(item) for item in value) if type(value) is tuple else value
+
+    return own(args), {name: own(value) for name, value in kwargs.items()}
+
+
 def _nothing() -> None:
     """The check of a pass that nobody objects to."""
 
@@ -85,6 +105,7 @@ class BackwardPass:
     """Knows whether a backward pass is under way, and runs what must happen at its end.
 
     Attributes:
+        number: passes begun so far.
         check: called when a pass begins; may raise to refuse it.
     """
 
@@ -95,6 +116,7 @@ class BackwardPass:
         self._on_end = on_end
         self._on_abandon = on_abandon
         self.active = False
+        self.number = 0
         self.check: Callable[[], None] = _nothing
 
     def enter(self) -> None:
@@ -102,6 +124,7 @@ class BackwardPass:
         if not self.active:
             self.check()
             self.active = True
+            self.number += 1
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
             self._on_begin()
 
@@ -191,7 +214,6 @@ class Hooks:
         self.backward.settle()
         self._residency.order.restart()
         for unit in self._units:
-            unit.open_calls = 0
             for bucket in unit.buckets:
                 for slot in bucket.slots:
                     if slot.parameter.requires_grad and not bucket.trainable:
@@ -210,33 +232,33 @@ class Hooks:
         if not torch.is_grad_enabled():
             self._release_all()
 
-    def _unit_entrance(self, unit: Unit) -> Callable[..., None]:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            phase = self._phase()
-            self._residency.need(unit, phase)
-            recomputed = phase is Phase.BACKWARD and unit.open_calls > 0
-            if phase is Phase.INFERENCE or recomputed:
-                return
-            # The first differentiable input stands for the call: what all blocks read besides, such as an encoder's
-            # output, has its gradient only when backward is almost over.
-            hidden = next(iter(differentiable((args, kwargs))), None)
-            if hidden is not None:
-                unit.open_calls += 1
-                hidden.register_hook(lambda _: self._on_inputs_done(unit))
+    def _unit_entrance(self, unit: Unit) -> Callable[..., tuple[Any, Any] | None]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            self._residency.need(unit, self._phase())
+            unit.call = call = Call()
+            if not torch.is_grad_enabled() or module is self._root:
+                return None
+            args, kwargs = own_views(args, kwargs)
+            for tensor in differentiable((args, kwargs)):
+                call.inputs += 1
+                tensor.register_hook(lambda _: self._on_input_done(unit, call))
+            return args, kwargs
 
         return before
 
     def _unit_exit(self, unit: Unit) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             watched = differentiable(output)
-            before_backward = self._unit_watcher(unit)
+            before_backward = self._unit_watcher(unit, unit.call)
             for tensor in watched:
                 tensor.register_hook(before_backward)
             if inside_backward() or (module is self._root and watched):
                 return
-            if watched or not torch.is_grad_enabled() or not any(b.trainable for b in unit.buckets):
+            # Outputs may hide their tensors from us, and backward come unseen: then the unit stays until it has.
+            if torch.is_grad_enabled() and not watched:
+                unit.unseen |= unit.trainable_count > 0 or next(tensors_in(output), None) is None
+            if not unit.unseen:
                 self._residency.done(unit)
-            # Otherwise the outputs hide their tensors from us and backward could come unseen: stay until it has.
 
         return after
 
@@ -262,19 +284,22 @@ class Hooks:
         self._residency.held |= torch.is_grad_enabled()
         for unit in self._units:
             unit.missing = unit.trainable_count
+            unit.open_calls.clear()
 
     def _on_root_gradient(self, gradient: torch.Tensor) -> None:
         self.backward.enter()
 
-    def _unit_watcher(self, unit: Unit) -> Callable[[torch.Tensor], None]:
+    def _unit_watcher(self, unit: Unit, call: Call) -> Callable[[torch.Tensor], None]:
         """One watcher serves all outputs of a call; the first gradient to arrive is the use that is recorded."""
-        arrived: list[bool] = []
 
         def before_backward(gradient: torch.Tensor) -> None:
             self.backward.enter()
-            if not arrived or not unit.live:
-                arrived.append(True)
+            if call.last_pass != self.backward.number:
+                call.last_pass, call.waiting = self.backward.number, call.inputs
+                unit.open_calls.add(call)
                 self._residency.need(unit, Phase.BACKWARD)
+            elif not unit.live:
+                self._residency.restore(unit)
 
         return before_backward
 
@@ -282,7 +307,7 @@ class Hooks:
         def before_backward(gradient: torch.Tensor) -> None:
             self.backward.enter()
             if not unit.live:
-                self._residency.need(unit, Phase.BACKWARD)
+                self._residency.restore(unit)
 
         return before_backward
 
@@ -303,12 +328,14 @@ class Hooks:
 
         return take
 
-    def _on_inputs_done(self, unit: Unit) -> None:
-        unit.open_calls -= 1
-        self._release_if_done(unit)
+    def _on_input_done(self, unit: Unit, call: Call) -> None:
+        call.waiting -= 1
+        if call.waiting == 0:
+            unit.open_calls.discard(call)
+            self._release_if_done(unit)
 
     def _release_if_done(self, unit: Unit) -> None:
-        if unit.missing <= 0 and unit.open_calls <= 0 and self._root not in unit.modules:
+        if unit.done and self._root not in unit.modules:
             self._residency.done(unit)
 
     def _end_backward(self) -> None:

@@ -39,6 +39,11 @@ class Residency:
         self._prefetch(unit)
         unit.finish_gather()
 
+    def restore(self, unit: Unit) -> None:
+        """Return once ``unit``, which was let go too early, is readable again. Nothing to go by the next time."""
+        unit.start_gather(self._axis)
+        unit.finish_gather()
+
     def _prefetch(self, current: Unit) -> None:
         budget = self._policy.prefetch_numel
         ahead = 0

@@ -10,13 +10,30 @@ from drivetrain.comm import Axis, Handle
 from drivetrain.zero.bucket import Bucket
 
 
+class Call:
+    """One forward call of a unit, to which backward passes come back: from its outputs to its inputs.
+
+    Attributes:
+        inputs: differentiable inputs, each of which tells when it has its gradient.
+        waiting: those that the current backward pass has not reached.
+        last_pass: number of the last backward pass that reached an output.
+    """
+
+    def __init__(self) -> None:
+        self.inputs = 0
+        self.waiting = 0
+        self.last_pass = 0
+
+
 class Unit:
     """Buckets of one block (or of the root), with the modules whose forward needs them.
 
     Attributes:
         live: the parameters are whole and readable.
-        open_calls: forward calls whose backward has not reached the unit's inputs yet.
-        missing: buckets' gradients still to come in this backward pass, by parameter count.
+        call: the forward call that was begun last.
+        open_calls: calls that the current backward pass has entered by an output and not left by all inputs.
+        unseen: there was a call whose outputs hide their tensors, so that backward comes without a sign.
+        missing: gradients of parameters still to come in this backward pass.
     """
 
     def __init__(self, index: int, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
@@ -26,7 +43,9 @@ class Unit:
         self.buckets = tuple(buckets)
         self.resident = all(b.resident for b in buckets)
         self.live = self.resident
-        self.open_calls = 0
+        self.call = Call()
+        self.open_calls: set[Call] = set()
+        self.unseen = False
         self.missing = 0
         self._handles: list[Handle] | None = None
 
@@ -41,7 +60,13 @@ class Unit:
 
     @property
     def trainable_count(self) -> int:
-        return sum(len(b.slots) for b in self.buckets if b.trainable)
+        """Parameters that a backward pass can bring a gradient for now."""
+        return sum(slot.parameter.requires_grad for b in self.buckets if b.trainable for slot in b.slots)
+
+    @property
+    def done(self) -> bool:
+        """As far as hooks tell, the current backward pass will not read the parameters again."""
+        return self.missing <= 0 and not self.open_calls and not self.unseen
 
     def start_gather(self, axis: Axis) -> None:
         """Send for the parameters unless they are here or under way."""
@@ -67,4 +92,4 @@ class Unit:
         if self.live:
             for bucket in self.buckets:
                 bucket.release()
-            self.live = False
+            self.live = self.unseen = False
