@@ -22,7 +22,7 @@ from drivetrain.zero import Policy, ShardedOptimizer, shard
 from drivetrain_testkit import relative_error, run_ranks
 
 WIDTH, BATCH, STEPS = 6, 3, 3
-SEEDS = {1: range(0, 15), 2: range(15, 90), 3: range(90, 120)}
+SEEDS = {1: range(0, 12), 2: range(12, 62), 3: range(62, 76)}
 TOLERANCE = 5e-6
 
 
@@ -226,7 +226,7 @@ def compare_all(rank: int, world_size: int, seeds: range) -> dict[int, str]:
     for seed in seeds:
         case = Case.of(seed)
         expected = train_plain(case, world_size)
-        stages = (3, seed % 3) if world_size > 1 else (seed % 4,)
+        stages = {3, seed % 4} if world_size > 1 else {seed % 4}
         found = {stage: difference(case, stage, mesh, rank, expected) for stage in stages}
         wrong[seed] = "".join(f"stage {stage}: {text}\n" for stage, text in found.items() if text)
     return {seed: text for seed, text in wrong.items() if text}

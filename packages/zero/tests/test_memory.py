@@ -100,16 +100,19 @@ def measure(sharded: ShardedModule, optimizer: ShardedOptimizer, numel: int) -> 
     )
 
 
-def storages_alive() -> dict[int, int]:
-    """Bytes of every tensor storage that Python can reach in this process, by address."""
+def forget_what_is_alive() -> None:
+    """From here on `bytes_alive` counts only what is made anew."""
+    gc.collect()
+    gc.freeze()
+
+
+def bytes_alive() -> int:
+    """Bytes of every tensor storage that Python can reach."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     gradients = [t.grad for t in tensors if t.is_leaf and t.grad is not None]
-    found = {}
-    for tensor in (*tensors, *gradients):
-        storage = tensor.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-    return found
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in (*tensors, *gradients))}
+    return sum(storages.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +129,7 @@ class Story:
 
 
 def tell(mesh: Mesh, rank: int, stage: int, dtype: torch.dtype) -> Story:
-    before = storages_alive()
+    forget_what_is_alive()
     model = Tower()
     numel = sum(p.numel() for p in model.parameters())
     sharded = shard(model, mesh, Policy(stage=stage, param_dtype=dtype, persistence_numel=0, bucket_numel=100_000))
@@ -145,7 +148,7 @@ def tell(mesh: Mesh, rank: int, stage: int, dtype: torch.dtype) -> Story:
     one_pass = look()
     optimizer.step()
     stepped = look()
-    allocated = sum(size for address, size in storages_alive().items() if address not in before) / numel
+    allocated = bytes_alive() / numel
     model.eval()
     with torch.no_grad():
         model(torch.arange(TOKENS))
