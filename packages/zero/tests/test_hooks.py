@@ -7,9 +7,10 @@ over this rank's data; the parameters must agree after it. All scenes run in one
 from __future__ import annotations
 
 import contextlib
+import copy
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -865,3 +866,125 @@ def test_equals_plain_torch(problems: list[dict[tuple[str, int], str]], name: st
     for rank, found in enumerate(problems):
         for stage in SCENES[name].stages:
             assert (name, stage) not in found, f"rank {rank}, stage {stage}\n{found[name, stage]}"
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def refuse_all(rank: int, world_size: int) -> dict[str, str]:
+    mesh, found = Mesh.create(init()), {}
+    for stage in range(4):
+        for name, provoke in (("unfrozen", unfreeze), ("stale", go_back_after_a_step)):
+            try:
+                provoke(ShardedRun(Tower() if name == "stale" else Frozen(), rank, mesh, Policy(stage=stage)))
+            except RuntimeError as error:
+                found[f"{name} {stage}"] = str(error)
+    return found
+
+
+def unfreeze(run: Run) -> None:
+    run.model.tower.blocks[2].requires_grad_(True)
+    loss_of(run.model, inputs(0, 0))
+
+
+def go_back_after_a_step(run: Run) -> None:
+    """As in plain torch, the parameters that the graph's backward would read are gone."""
+    loss = loss_of(run.model, inputs(0, 0))
+    run.backward(loss, retain_graph=True)
+    run.step()
+    run.backward(loss)
+
+
+def test_what_would_go_wrong_without_a_word_is_refused() -> None:
+    for found in run_ranks(refuse_all, 2):
+        for stage in range(4):
+            assert "parameter 'tower.blocks.2.gain' was frozen when the model was sharded" in found[f"unfrozen {stage}"]
+            assert "modified by an inplace operation" in found[f"stale {stage}"]
+
+
+# Several models in one process ----------------------------------------------------------------------------------------
+
+PAIRS = [
+    (Policy(stage=3, persistence_numel=0), Policy(stage=s, persistence_numel=0, bucket_numel=50)) for s in range(4)
+]
+
+
+class Trainee:
+    """A model with its own stage and dtype, trained to agree with another one."""
+
+    def __init__(self, policy: Policy, seed: int, rank: int, mesh: Mesh) -> None:
+        torch.manual_seed(seed)
+        self.dtype = policy.param_dtype or torch.float32
+        self.model = Tower()
+        self.rank = rank
+        self.sharded = shard(self.model, mesh, policy)
+        self.optimizer = ShardedOptimizer(self.sharded, torch.optim.AdamW(self.model.parameters(), lr=1e-2))
+
+    def out(self, step: int) -> torch.Tensor:
+        return self.model(inputs(step, self.rank).to(self.dtype)).float()
+
+    def train(self, step: int) -> None:
+        self.out(step).square().mean().backward()
+        self.optimizer.step()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return dict(self.sharded.full_parameters())
+
+
+def train_pairs(rank: int, world_size: int) -> list[str]:
+    mesh, wrong = Mesh.create(init()), []
+    for first, second in PAIRS:
+        policies = (first, replace(second, param_dtype=torch.bfloat16))
+        alone = []
+        for policy in policies:
+            trainee = Trainee(policy, 1, rank, mesh)
+            for step in range(3):
+                trainee.train(step)
+            alone.append(trainee.parameters())
+        together = [Trainee(policy, 1, rank, mesh) for policy in policies]
+        for step in range(3):
+            losses = [trainee.out(step).square().mean() for trainee in together]
+            if step == 1:  # one backward pass through both models
+                sum(losses).backward()
+            else:  # two, the first forward's last
+                for loss in reversed(losses):
+                    loss.backward()
+            for trainee in together:
+                trainee.optimizer.step()
+        for trainee, expected in zip(together, alone, strict=True):
+            found = trainee.parameters()
+            wrong += [f"{trainee.sharded.policy}: {n}" for n in expected if not torch.equal(found[n], expected[n])]
+    return wrong
+
+
+def test_two_models_in_lock_step_are_as_alone() -> None:
+    assert run_ranks(train_pairs, 2) == [[], []]
+
+
+def distill(rank: int, world_size: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A sharded student learns from a sharded teacher that is not trained; and the same in plain torch."""
+    mesh = Mesh.create(init())
+    plain: list[Tower] = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        plain.append(Tower())
+    models = [copy.deepcopy(model) for model in plain]
+    sharded = [shard(model, mesh, Policy(stage=3, persistence_numel=0)) for model in models]
+    optimizer = ShardedOptimizer(sharded[0], torch.optim.SGD(models[0].parameters(), lr=0.1))
+    oracle = torch.optim.SGD(plain[0].parameters(), lr=0.1)
+    for step in range(3):
+        for which, ranks in ((models, [rank]), (plain, range(world_size))):
+            for r in ranks:
+                with torch.no_grad():
+                    target = which[1](inputs(step, r))
+                ((which[0](inputs(step, r)) - target).square().mean() / len(ranks)).backward()
+        optimizer.step()
+        oracle.step()
+        oracle.zero_grad()
+        assert [s.bytes().gathered for s in sharded] == [0, 0]
+    return dict(sharded[0].full_parameters()), {n: p.detach() for n, p in plain[0].named_parameters()}
+
+
+def test_a_student_and_its_teacher() -> None:
+    for found, expected in run_ranks(distill, 2):
+        assert relative_error((found[n] for n in expected), expected.values()) < TOLERANCE

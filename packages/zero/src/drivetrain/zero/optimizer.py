@@ -317,11 +317,18 @@ class ShardedOptimizer:
                     part.tensor.grad = None
                 bucket.reduced = None
                 bucket.publish_master()
+                self._tell_autograd(bucket)
                 if bucket.resident and bucket.split:
                     arriving.append(bucket.gather(self.sharded.axis))
         for handle in arriving:
             handle.wait()
         self.sharded.reducer.clear()
+
+    @staticmethod
+    def _tell_autograd(bucket: Bucket) -> None:
+        """Parameters changed behind autograd's back: let it refuse a backward pass over a graph from before."""
+        changed = (slot.parameter for slot, used in zip(bucket.slots, bucket.used, strict=True) if used)
+        torch.autograd.graph.increment_version(changed)
 
     def _give_gradients(self, sub: _SubGroup, factor: float) -> None:
         bucket = sub.bucket
@@ -390,7 +397,7 @@ class ShardedOptimizer:
                     device = part.tensor.device if self._scalars_on_device(part) else "cpu"
                     state[key] = torch.zeros((), dtype=dtype, device=device)
                 else:
-                    state[key] = 0
+                    state[key] = {"int": 0, "float": 0.0, "bool": False}[kind]
                     self._scalars[part.tensor, key] = torch.zeros((), dtype=dtype)
 
     def _scalars_on_device(self, part: _Part) -> bool:
@@ -426,7 +433,8 @@ class ShardedOptimizer:
     def finish_load(self) -> None:
         """After a load filled the slices: put numbers that are no tensors back, in their own type."""
         for (tensor, key), value in self._scalars.items():
-            self.optimizer.state[tensor][key] = value.item()
+            state = self.optimizer.state[tensor]
+            state[key] = type(state[key])(value.item())
         self._scalars.clear()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
