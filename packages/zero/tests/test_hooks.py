@@ -568,6 +568,26 @@ class RouterBlock(nn.Module):
         return out
 
 
+class OwnRouterBlock(nn.Module):
+    """As `RouterBlock`, with weights that no module but itself holds, and losses in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(WIDTH, 3) * 0.2)
+        self.inner = Block()
+        self.kept: dict[str, list[torch.Tensor]] = {}
+
+    @property
+    def aux(self) -> torch.Tensor:
+        return self.kept["losses"][0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        weights = (torch.tanh(x) @ self.gate).softmax(-1)
+        self.kept = {"losses": [(weights * weights.log()).sum(-1).mean()]}
+        return out
+
+
 def auxiliary_losses(run: Run) -> None:
     for step in range(2):
         for rank in run.ranks:
@@ -799,6 +819,7 @@ SCENES: dict[str, Scene] = {
         for kind in WRAPPERS
     },
     "auxiliary losses as attributes": Scene(auxiliary_losses, partial(Tower, RouterBlock)),
+    "auxiliary losses of a block's own": Scene(auxiliary_losses, partial(Tower, OwnRouterBlock)),
     "cross attention": Scene(accumulating, partial(CrossTower, memory_first=False)),
     "cross attention, memory first": Scene(accumulating, partial(CrossTower, memory_first=True)),
     "cross attention, frozen": Scene(accumulating, partial(CrossTower, memory_first=False, frozen=True)),

@@ -57,6 +57,27 @@ class Adapted(nn.Module):
         return x + torch.tanh(self.frozen(x) + self.b(self.a(x)))
 
 
+class Handing(nn.Module):
+    """Hands on an input that it only reads, and keeps the other: neither depends on its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.kept = x
+        return torch.tanh(self.inner(x)) + bias, bias
+
+
+class HandingTower(Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = bias = x * self.gain
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
 @dataclass(frozen=True, kw_only=True)
 class Moved:
     """Bytes of one step by operation, and what the model would take."""
@@ -108,6 +129,7 @@ class Case:
     depth: int = DEPTH
     recompute: str = "none"
     evaluates: bool = False
+    tower: type[Tower] = Tower
 
 
 CASES = {
@@ -115,6 +137,7 @@ CASES = {
     **{f"stage {s}, accumulated": Case(s, accumulation=3) for s in range(4)},
     "stage 3, no reuse": Case(3, max_reuse_numel=-1),
     "stage 3, evaluation": Case(3, evaluates=True),
+    "inputs handed on": Case(3, block=Handing, depth=10, tower=HandingTower, max_reuse_numel=-1),
     "stage 2, fp32 on the wire": Case(2, "bf16", reduce_dtype=torch.float32),
     "stage 2, bf16 on the wire": Case(2, "fp32", reduce_dtype=torch.bfloat16),
     **{
@@ -128,7 +151,7 @@ CASES = {
 def run(mesh: Mesh, case: Case) -> Moved:
     dtype = DTYPES[case.precision]
     torch.manual_seed(0)
-    model = Tower(block=case.block, depth=case.depth, recompute=case.recompute)
+    model = case.tower(block=case.block, depth=case.depth, recompute=case.recompute)
     policy = Policy(
         stage=case.stage,
         param_dtype=dtype,
@@ -205,6 +228,11 @@ def test_the_wire_has_its_own_dtype(moved: dict[str, Moved], name: str, factor: 
     step = moved[f"stage 2, {name} on the wire"]
     assert step.reduce_scatter == factor * (step.blocks + step.root)
     assert step.all_gather == step.blocks + step.root
+
+
+def test_inputs_that_are_handed_on_bring_no_block_back(moved: dict[str, Moved]) -> None:
+    step = moved["inputs handed on"]
+    assert step.all_gather == 2 * step.blocks + step.root
 
 
 @pytest.mark.parametrize("recompute", ["none", "non-reentrant", "reentrant"])

@@ -79,6 +79,12 @@ def differentiable(value: object) -> list[torch.Tensor]:
     return [t for t in tensors_in(value) if t.requires_grad] if torch.is_grad_enabled() else []
 
 
+def kept_by(module: nn.Module) -> list[object]:
+    """What a module keeps as attributes and may hold tensors, such as an auxiliary loss that is fetched later."""
+    held = (value for name, value in vars(module).items() if not name.startswith("_"))
+    return [value for value in held if isinstance(value, (torch.Tensor, list, tuple, dict))]
+
+
 def own_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, with views of the differentiable tensors in place of all but the first of these.
 
@@ -239,9 +245,11 @@ class Hooks:
             if not torch.is_grad_enabled() or module is self._root:
                 return None
             args, kwargs = own_views(args, kwargs)
-            for tensor in differentiable((args, kwargs)):
-                call.inputs += 1
+            inputs = differentiable((args, kwargs))
+            for tensor in inputs:
                 tensor.register_hook(lambda _: self._on_input_done(unit, call))
+            call.inputs = len(inputs)
+            call.given = frozenset((id(tensor), tensor._version) for tensor in inputs)
             return args, kwargs
 
         return before
@@ -250,8 +258,10 @@ class Hooks:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             watched = differentiable(output)
             before_backward = self._unit_watcher(unit, unit.call)
-            for tensor in watched:
-                tensor.register_hook(before_backward)
+            for tensor in differentiable((output, kept_by(module))):
+                # An input that is handed on as it came owes nothing to the parameters.
+                if (id(tensor), tensor._version) not in unit.call.given:
+                    tensor.register_hook(before_backward)
             if inside_backward() or (module is self._root and watched):
                 return
             # Outputs may hide their tensors from us, and backward come unseen: then the unit stays until it has.
@@ -271,7 +281,9 @@ class Hooks:
 
     def _owner_exit(self, unit: Unit) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            for tensor in differentiable(output):
+            given = {id(tensor) for tensor in differentiable(args)}
+            kept = (tensor for tensor in differentiable(kept_by(module)) if id(tensor) not in given)
+            for tensor in (*differentiable(output), *kept):
                 tensor.register_hook(self._owner_watcher(unit))
 
         return after

@@ -14,12 +14,14 @@ class Call:
     """One forward call of a unit, to which backward passes come back: from its outputs to its inputs.
 
     Attributes:
-        inputs: differentiable inputs, each of which tells when it has its gradient.
+        given: the differentiable inputs, by identity and version, while forward runs.
+        inputs: how many there are; each tells when it has its gradient.
         waiting: those that the current backward pass has not reached.
         last_pass: number of the last backward pass that reached an output.
     """
 
     def __init__(self) -> None:
+        self.given: frozenset[tuple[int, int]] = frozenset()
         self.inputs = 0
         self.waiting = 0
         self.last_pass = 0
