@@ -313,6 +313,94 @@ def test_a_schedule_of_the_clients_goes_on_working(stage: int, before: bool) -> 
     assert relative_error(parameters, expected) < 1e-6
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps its step count in its groups, and divides by it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] / group["count"] * p.grad)
+
+
+class ElementwiseCounting(Counting):
+    elementwise = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"), [(Counting, 0), *((ElementwiseCounting, stage) for stage in range(4))], ids=str
+)
+def test_what_an_optimizer_writes_into_its_groups_is_kept_and_written_once(kind: type[Counting], stage: int) -> None:
+    """In steps that go bucket by bucket too."""
+    model, oracle = Net(), Net()
+    sharded = shard(model, Mesh.create(init()), Policy(stage=stage, bucket_numel=50))
+    assert len(sharded.trainable_buckets) > 3
+    optimizer = ShardedOptimizer(sharded, kind(model.parameters()))
+    train(model, optimizer, range(3))
+    plain = kind(oracle.parameters())
+    for step in range(3):
+        plain.zero_grad()
+        oracle(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))).backward()
+        plain.step()
+    assert optimizer.param_groups[0]["count"] == plain.param_groups[0]["count"] == 3
+    assert relative_error(model.parameters(), oracle.parameters()) < 1e-6
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+WHOLE = {
+    "Muon": lambda p: torch.optim.Muon(p, lr=0.05),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_optimizers_that_need_whole_tensors_get_them_at_stage_zero(name: str) -> None:
+    mesh, model, oracle = Mesh.create(init()), Matrices(), Matrices()
+    optimizer = ShardedOptimizer(shard(model, mesh, Policy(stage=0)), WHOLE[name](model.parameters()))
+    plain = WHOLE[name](oracle.parameters())
+    for step in range(3):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        model(x).backward()
+        optimizer.step()
+        plain.zero_grad()
+        oracle(x).backward()
+        plain.step()
+    assert relative_error(model.parameters(), oracle.parameters()) < 1e-6
+    for stage in (1, 2, 3):
+        other = Matrices()
+        sharded = shard(other, mesh, Policy(stage=stage))
+        with pytest.raises(ValueError, match=rf"{name} is not known to .*ZeRO stage {stage} gives .*slices"):
+            ShardedOptimizer(sharded, WHOLE[name](other.parameters()))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_optimizers_that_a_sharded_step_cannot_serve_are_refused(stage: int) -> None:
+    model = Net()
+    sharded = shard(model, Mesh.create(init()), Policy(stage=stage))
+    with pytest.raises(ValueError, match="LBFGS evaluates the model several times within a step"):
+        ShardedOptimizer(sharded, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="SparseAdam takes sparse gradients"):
+        ShardedOptimizer(sharded, torch.optim.SparseAdam(model.parameters()))
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, found something of type list"):
+        ShardedOptimizer(sharded, [])  # type: ignore[arg-type]
+
+
 def test_hyperparameters_are_put_back_by_position() -> None:
     mesh = Mesh.create(init())
     _, _, optimizer = setup(mesh, Key("AdamW", 1))

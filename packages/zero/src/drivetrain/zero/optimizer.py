@@ -306,11 +306,12 @@ class ShardedOptimizer:
 
     def _update(self, factor: float) -> None:
         arriving: list[Handle] = []
+        written: list[dict[str, Any]] = []
         batches = [[sub] for sub in self._sub_groups] if self._elementwise else [self._sub_groups]
         for batch in batches:
             for sub in batch:
                 self._give_gradients(sub, factor)
-            self._run_optimizer(batch)
+            written = self._run_optimizer(batch)
             for sub in batch:
                 bucket = sub.bucket
                 for part in sub:
@@ -320,6 +321,8 @@ class ShardedOptimizer:
                 self._tell_autograd(bucket)
                 if bucket.resident and bucket.split:
                     arriving.append(bucket.gather(self.sharded.axis))
+        for group, copy in zip(self.optimizer.param_groups, written, strict=True):
+            group.update((key, value) for key, value in copy.items() if key != "params")
         for handle in arriving:
             handle.wait()
         self.sharded.reducer.clear()
@@ -343,17 +346,23 @@ class ShardedOptimizer:
                 flat = gradients[piece.shard_offset : piece.shard_offset + piece.numel]
                 part.tensor.grad = flat.view(part.tensor.shape)
 
-    def _run_optimizer(self, batch: list[_SubGroup]) -> None:
-        """Let the optimizer see only the parameters of ``batch``, with its current hyperparameters."""
+    def _run_optimizer(self, batch: list[_SubGroup]) -> list[dict[str, Any]]:
+        """Let the optimizer see only the parameters of ``batch``, in copies of its groups, which are returned.
+
+        What an optimizer writes into its groups, such as a step count of its own, stays in the copies, so that every
+        batch of one step starts from the same values.
+        """
         groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [
+        copies = [
             {**group, "params": [part.tensor for sub in batch for part in sub.parts[index]]}
             for index, group in enumerate(groups)
         ]
+        self.optimizer.param_groups = copies
         try:
             self.optimizer.step()
         finally:
             self.optimizer.param_groups = groups
+        return copies
 
     def zero_grad(self) -> None:
         """Forget the gradients accumulated so far."""
