@@ -98,8 +98,15 @@ class RankFailure:
 
     @property
     def status(self) -> int:
-        """Exit status for a shell: that of the rank, or 128 + N for signal N."""
-        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
+        """Exit status for a shell: that of the rank, or 128 + N for signal N.
+
+        A rank that recorded its error but had to be ended by a signal has the status that the error gives.
+        """
+        if self.exit_code > 0:
+            return self.exit_code
+        if self.error is None or self.was_stopped:
+            return 128 - self.exit_code
+        return int(self.error.exit) if self.error.exit is not None and self.error.exit.isdecimal() else 1
 
 
 def read_error(path: Path) -> ErrorRecord | None:

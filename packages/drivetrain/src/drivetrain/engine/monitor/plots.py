@@ -21,7 +21,6 @@ _MUTED = "#9aa5b1"
 _TRAIN = "#2a6fbb"
 _VALID = "#d9662b"
 _COMPONENTS = (("parameters", "#2a6fbb"), ("gradients", "#e0a030"), ("optimizer", "#4f9d69"))
-_SMOOTHING = 0.1
 _MIB = 1 << 20
 
 
@@ -59,6 +58,7 @@ def loss_curve(
     title: str = "Loss",
     train: str = "loss",
     valid: str = "valid_loss",
+    ylabel: str = "loss",
 ) -> Path:
     """Draw training and validation loss over steps into a PNG.
 
@@ -81,7 +81,7 @@ def loss_curve(
         axes.plot(valid_steps, valid_loss, color=_VALID, marker="o", markersize=5, linewidth=1.5, label="validation")
         _label_ends(axes, valid_steps, valid_loss)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(ylabel)
     axes.set_title(title, loc="left", color=_INK, fontweight="bold")
     axes.legend(frameon=False)
     axes.margins(x=0.02, y=0.08)
@@ -102,26 +102,29 @@ def memory_picture(
     top = max(max(row.measured.total, row.formula.total) for row in rows)
     width, gap = 0.36, 0.02
     for position, row in enumerate(rows):
-        _stack(axes, position - (width + gap) / 2, row.measured, width=width, hatch="", label=position == 0)
-        _stack(axes, position + (width + gap) / 2, row.formula, width=width, hatch="////", label=False)
+        _stack(axes, position - (width + gap) / 2, row.measured, width=width, hatch="")
+        _stack(axes, position + (width + gap) / 2, row.formula, width=width, hatch="////")
         _label_pair(axes, position, row, width=width, lift=0.015 * top / _MIB)
-    axes.bar([0], [0], color="white", edgecolor=_INK, hatch="////", linewidth=0.8, label="formula")
     axes.set_xticks(range(len(rows)), [f"stage {row.stage}" for row in rows])
     axes.set_ylabel("MiB on one rank")
     axes.set_ylim(0, 1.18 * top / _MIB)
     axes.set_title(title, loc="left", color=_INK, fontweight="bold")
-    axes.legend(frameon=False, ncols=4, loc="upper right", fontsize=9)
+    axes.legend(handles=_memory_legend(), frameon=False, ncols=5, loc="upper right", fontsize=9)
     axes.grid(False, axis="x")
     return _save(figure, path)
 
 
-def smoothed(values: Sequence[float], weight: float = _SMOOTHING) -> list[float]:
-    """An exponential moving average without the bias of its start: the first value is the first value."""
-    average, norm, result = 0.0, 0.0, []
-    for value in values:
-        average = (1 - weight) * average + weight * value
-        norm = (1 - weight) * norm + weight
-        result.append(average / norm)
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The mean of each value with its neighbours, over a window of a twentieth of the curve that narrows at both ends.
+
+    Centred, unlike a moving average over the past, so that a falling curve is not drawn above itself.
+    """
+    reach = len(values) // 40
+    result = []
+    for index in range(len(values)):
+        side = min(reach, index, len(values) - 1 - index)
+        window = values[index - side : index + side + 1]
+        result.append(sum(window) / len(window))
     return result
 
 
@@ -177,7 +180,7 @@ def _label_ends(axes: Any, steps: Sequence[int], values: Sequence[float]) -> Non
         )
 
 
-def _stack(axes: Any, at: float, states: ModelStates, *, width: float, hatch: str, label: bool) -> None:
+def _stack(axes: Any, at: float, states: ModelStates, *, width: float, hatch: str) -> None:
     bottom = 0.0
     for name, color in _COMPONENTS:
         height = getattr(states, name) / _MIB
@@ -191,16 +194,24 @@ def _stack(axes: Any, at: float, states: ModelStates, *, width: float, hatch: st
             hatch=hatch,
             edgecolor="white",
             linewidth=0.6,
-            label=name if label else None,
         )
         bottom += height
+
+
+def _memory_legend() -> list[Any]:
+    patch = importlib.import_module("matplotlib.patches").Patch
+    return [
+        *(patch(facecolor=color, label=name) for name, color in _COMPONENTS),
+        patch(facecolor=_MUTED, label="measured"),
+        patch(facecolor="white", edgecolor=_MUTED, hatch="////", label="formula"),
+    ]
 
 
 def _label_pair(axes: Any, position: float, row: MemoryRow, *, width: float, lift: float) -> None:
     difference = (row.measured.total / row.formula.total - 1) * 100 if row.formula.total else math.nan
     note = "" if math.isnan(difference) else f"\n{difference:+.1f} %"
     for at, states, text in (
-        (position - width / 2, row.measured, f"{row.measured.total / _MIB:.4g}{note}"),
-        (position + width / 2, row.formula, f"{row.formula.total / _MIB:.4g}"),
+        (position - width / 2, row.measured, f"{row.measured.total / _MIB:.1f}{note}"),
+        (position + width / 2, row.formula, f"{row.formula.total / _MIB:.1f}"),
     ):
         axes.text(at, states.total / _MIB + lift, text, ha="center", va="bottom", fontsize=9, color=_INK)
