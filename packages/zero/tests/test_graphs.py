@@ -38,6 +38,21 @@ class Direct(nn.Module):
         return torch.tanh(x @ self.weight) * self.gain
 
 
+class Pair(nn.Module):
+    """Takes two values where others take their sum, and keeps a loss of its own for whoever asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+        self.right = nn.Linear(WIDTH, WIDTH)
+        self.aside: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.tanh(x @ self.left) + self.right(x if y is None else y)
+        self.aside = (torch.sigmoid(x) @ self.left).square().mean()
+        return out
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +77,7 @@ class Nested(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """One line of a program: a block applied to the sum of some of the values so far."""
+    """One line of a program: a block applied to some of the values so far."""
 
     block: int
     values: tuple[int, ...]
@@ -88,7 +103,7 @@ class Case:
     def of(cls, seed: int) -> Case:
         dice = random.Random(seed)
         count = dice.randint(2, 5)
-        kinds = tuple(dice.choice((Plain, Plain, Direct, Nested)) for _ in range(count))
+        kinds = tuple(dice.choice((Plain, Plain, Direct, Nested, Pair)) for _ in range(count))
         indices = range(count)
         return cls(
             seed=seed,
@@ -145,18 +160,29 @@ class Model(nn.Module):
 
     def _linear(self, index: int) -> nn.Module:
         block = self.head if index < 0 else self.blocks[index]
-        return block if isinstance(block, (Direct, nn.Linear)) else block.linear
+        if isinstance(block, (Direct, nn.Linear)):
+            return block
+        return block.right if isinstance(block, Pair) else block.linear
 
     def forward(self, x: torch.Tensor, program: tuple[Use, ...]) -> torch.Tensor:
         values = [self.enter(x)]
         for use in program:
-            value = sum(values[i] for i in use.values) / len(use.values)
             block = self.blocks[use.block]
-            if use.recompute == "none" or not (value.requires_grad and torch.is_grad_enabled()):
-                values.append(block(value))
+            given = [values[i] for i in use.values]
+            if not isinstance(block, Pair):
+                given = [sum(given) / len(given)]
+            if use.recompute == "none" or not (given[0].requires_grad and torch.is_grad_enabled()):
+                values.append(block(*given))
             else:
-                values.append(checkpoint(block, value, use_reentrant=use.recompute == "reentrant"))
-        return self.head(values[-1] + 0.1 * values[len(values) // 2])
+                values.append(checkpoint(block, *given, use_reentrant=use.recompute == "reentrant"))
+        out = self.head(values[-1] + 0.1 * values[len(values) // 2])
+        kept = [self.blocks[use.block].aside for use in program if use.recompute == "none" and self._keeps(use)]
+        return out + 0.1 * sum(kept)
+
+    def _keeps(self, use: Use) -> bool:
+        """Whether the block of ``use`` has a loss for us. (Recomputed ones are detached or go stale.)"""
+        block = self.blocks[use.block]
+        return isinstance(block, Pair) and block.aside is not None and block.aside.requires_grad
 
 
 def losses(case: Case, model: nn.Module, step: int, micro: int, rank: int) -> list[torch.Tensor]:
