@@ -38,9 +38,9 @@ from drivetrain.kernels import (
     LionRule,
     available,
     instruction_sets,
-    reference,
     resolve,
 )
+from drivetrain.kernels.torch_ops import steps as reference
 
 SCALE = 1024.0
 CLIP = 1.0

@@ -28,10 +28,10 @@ from drivetrain.kernels import (
     choose_instruction_set,
     get_num_threads,
     instruction_sets,
-    native,
-    reference,
     set_num_threads,
 )
+from drivetrain.kernels.native_ops import steps as native
+from drivetrain.kernels.torch_ops import steps as reference
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native core is not built")
 

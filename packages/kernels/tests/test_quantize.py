@@ -19,11 +19,11 @@ from drivetrain.kernels import (
     instruction_sets,
     pack_signs,
     quantize,
-    quantize_reference,
     reduce_quantized,
     set_num_threads,
     unpack_signs,
 )
+from drivetrain.kernels.torch_ops import quantize as quantize_reference
 
 SIZES = [0, 1, 5, 123, 4097]
 RULES = [

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.kernels import AdagradRule, AdamRule, LambRule, LionRule, SgdRule, reference
+from drivetrain.kernels import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
+from drivetrain.kernels.torch_ops import steps as reference
 
 SIZES = [(0,), (1,), (5,), (123,), (4097,), (3, 5, 7)]
 

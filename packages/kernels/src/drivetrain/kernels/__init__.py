@@ -5,9 +5,9 @@
 `AsyncFile` moves tensors to and from files.
 
 Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
-are also correct on shards of parameters. `reference` holds every op in plain torch, `native` those on host memory in
-C++, `rules` the hyperparameters; `resolve` finds the implementation that serves an op on a device, and `available()`
-says which one it is, and why.
+are also correct on shards of parameters; `rules` holds their hyperparameters. Every op has an implementation in plain
+torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or GPUs (`triton_ops`); `resolve` finds the
+one that serves an op on a device, and `available()` says which one it is, and why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
-from .dispatch import KernelStatus, available, resolve
+from .dispatch import KernelStatus, available, implementation, resolve
 from .optim import Lamb, Lion
 from .quantization import (
     PackedSigns,
@@ -56,6 +56,7 @@ __all__ = [
     "dequantize",
     "dequantize_reduce",
     "get_num_threads",
+    "implementation",
     "instruction_sets",
     "pack_signs",
     "quantize",

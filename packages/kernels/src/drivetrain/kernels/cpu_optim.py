@@ -135,8 +135,8 @@ class CpuAdam(PreciseStateOptimizer):
     def rollback(self, *, factor: float = 1.0, copies: Copies | None = None) -> None:
         """Undo the last `step(factor=factor)`: gradients and hyperparameters must be those of that step.
 
-        Values come back up to rounding (see `reference.adam_rollback`, which also says what is refused); AMSGrad cannot
-        be undone.
+        Values come back up to rounding (see `torch_ops.steps.adam_rollback`, which also says what is refused);
+        AMSGrad cannot be undone.
         """
         if any(group["amsgrad"] for group in self.param_groups):
             raise ValueError("CpuAdam.rollback: a maximum cannot be undone; build the optimizer with amsgrad=False")

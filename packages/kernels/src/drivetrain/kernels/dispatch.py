@@ -2,68 +2,69 @@
 
 Problem: "is the fast kernel used, and if not, why?" must have an answer that can be read, not one spread over `try:
 import` blocks.
-Idea: a table from op and device type to the implementation in use, with a reason wherever it isn't the fastest kind
-that this wheel knows. `available` is what `drivetrain report` prints; `resolve` is what the optimizers call.
-Invariant: every op has an entry for every known device type; a device type that isn't listed is served by plain torch.
+Idea: a table from op to its implementations: in plain torch always, native for host memory and in Triton for GPUs where
+there is one. They are imported when they are first used, so that importing the package costs little and needs neither a
+compiler nor Triton. `available` is what `drivetrain report` prints; `resolve` is what the public functions call.
+Invariant: every op has a torch implementation, which serves every device that has nothing faster.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
-from . import native, quantize_native, quantize_reference, reference
 from .core import CORE
 
-__all__ = ["KernelStatus", "available", "resolve"]
+__all__ = ["KernelStatus", "Kind", "available", "implementation", "resolve"]
 
 Implementation = Callable[..., Any]
+Kind = Literal["torch", "native", "triton"]
 
-_REFERENCE: Final[Mapping[str, Implementation]] = MappingProxyType(
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """Modules under `torch_ops`, `native_ops` and `triton_ops` that hold a function of the op's name."""
+
+    torch: str
+    native: str | None = None
+    triton: str | None = None
+
+    def module(self, kind: Kind) -> str | None:
+        return {"torch": self.torch, "native": self.native, "triton": self.triton}[kind]
+
+
+_STEP: Final = _Row(torch="steps", native="steps")
+_QUANTIZE: Final = _Row(torch="quantize", native="quantize")
+
+_TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {
-        "adam_step": reference.adam_step,
-        "adam_rollback": reference.adam_rollback,
-        "lion_step": reference.lion_step,
-        "lamb_moments": reference.lamb_moments,
-        "lamb_apply": reference.lamb_apply,
-        "adagrad_step": reference.adagrad_step,
-        "sgd_step": reference.sgd_step,
-        "sum_of_squares": reference.sum_of_squares,
-        "unscale": reference.unscale,
-        "cast": reference.cast,
-        "quantize": quantize_reference.quantize,
-        "dequantize_reduce": quantize_reference.dequantize_reduce,
-        "reduce_quantized": quantize_reference.reduce_quantized,
-        "pack_signs": quantize_reference.pack_signs,
-        "unpack_signs": quantize_reference.unpack_signs,
+        "adam_step": _STEP,
+        "adam_rollback": _STEP,
+        "lion_step": _STEP,
+        "lamb_moments": _STEP,
+        "lamb_apply": _STEP,
+        "adagrad_step": _STEP,
+        "sgd_step": _STEP,
+        "sum_of_squares": _STEP,
+        "unscale": _STEP,
+        "cast": _STEP,
+        "quantize": _QUANTIZE,
+        "dequantize_reduce": _QUANTIZE,
+        "reduce_quantized": _QUANTIZE,
+        "pack_signs": _QUANTIZE,
+        "unpack_signs": _QUANTIZE,
     }
 )
 
-_NATIVE_CPU: Final[Mapping[str, Implementation]] = MappingProxyType(
-    {
-        "adam_step": native.adam_step,
-        "adam_rollback": native.adam_rollback,
-        "lion_step": native.lion_step,
-        "lamb_moments": native.lamb_moments,
-        "lamb_apply": native.lamb_apply,
-        "adagrad_step": native.adagrad_step,
-        "sgd_step": native.sgd_step,
-        "sum_of_squares": native.sum_of_squares,
-        "unscale": native.unscale,
-        "cast": native.cast,
-        "quantize": quantize_native.quantize,
-        "dequantize_reduce": quantize_native.dequantize_reduce,
-        "reduce_quantized": quantize_native.reduce_quantized,
-        "pack_signs": quantize_native.pack_signs,
-        "unpack_signs": quantize_native.unpack_signs,
-    }
-)
-
-_DEVICES: Final = ("cpu", "cuda")
+_FASTEST: Final[Mapping[str, Kind]] = MappingProxyType({"cpu": "native", "cuda": "triton"})
+_NO_TRITON: Final = "Triton is not installed; pip install 'drivetrain-kernels[triton]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +81,19 @@ class KernelStatus:
 
 
 def resolve(op: str, device: torch.device | str) -> Implementation:
-    """The function that serves `op` (a name in `available()`) on tensors of `device`.
+    """The fastest function that serves `op` (a name in `available()`) on tensors of `device`.
 
-    It has the signature of `reference.<op>` or `quantize_reference.<op>`.
+    All implementations of an op have the signature of the one in `torch_ops`.
     """
-    if op not in _REFERENCE:
-        raise KeyError(f"no op named {op!r}; known ops: {', '.join(sorted(_REFERENCE))}")
-    if CORE.module is not None and torch.device(device).type == "cpu":
-        return _NATIVE_CPU[op]
-    return _REFERENCE[op]
+    return _resolve(op, torch.device(device).type)
+
+
+def implementation(op: str, kind: Kind) -> Implementation:
+    """The implementation of `op` of one kind, for tests and comparisons. RuntimeError, with the reason, without it."""
+    refusal = _refusal(op, kind)
+    if refusal:
+        raise RuntimeError(f"{op}: no {kind} implementation: {refusal}")
+    return _load(op, kind)
 
 
 def available() -> list[KernelStatus]:
@@ -96,12 +101,47 @@ def available() -> list[KernelStatus]:
 
     Touches no device.
     """
-    return [_status(op, device) for op in _REFERENCE for device in _DEVICES]
+    return [_status(op, device) for op in _TABLE for device in _FASTEST]
+
+
+@cache
+def _resolve(op: str, device: str) -> Implementation:
+    kind = _FASTEST.get(device, "torch")
+    return _load(op, "torch" if _refusal(op, kind) else kind)
+
+
+def _load(op: str, kind: Kind) -> Implementation:
+    module = importlib.import_module(f"{__package__}.{kind}_ops.{_row(op).module(kind)}")
+    found: Implementation = getattr(module, op)
+    return found
+
+
+def _row(op: str) -> _Row:
+    if op not in _TABLE:
+        raise KeyError(f"no op named {op!r}; known ops: {', '.join(sorted(_TABLE))}")
+    return _TABLE[op]
+
+
+def _refusal(op: str, kind: Kind) -> str:
+    """Why `op` has no implementation of this kind here; empty where it has one."""
+    if _row(op).module(kind) is None:
+        return "this version has no kernel for it"
+    if kind == "native" and CORE.module is None:
+        return CORE.reason
+    if kind == "triton" and not _has_triton():
+        return _NO_TRITON
+    return ""
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _status(op: str, device: str) -> KernelStatus:
-    if device != "cpu":
-        return KernelStatus(op=op, device=device, implementation="torch", reason="this version has no kernel for it")
-    if CORE.module is None:
-        return KernelStatus(op=op, device=device, implementation="torch", reason=CORE.reason)
-    return KernelStatus(op=op, device=device, implementation=f"native ({CORE.module.instruction_set()})", reason="")
+    kind = _FASTEST[device]
+    reason = _refusal(op, kind)
+    if reason:
+        kind = "torch"
+    detail = f" ({CORE.module.instruction_set()})" if kind == "native" and CORE.module is not None else ""
+    return KernelStatus(op=op, device=device, implementation=kind + detail, reason=reason)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import dispatch, reference
+from . import dispatch
 from .rules import LambRule, LionRule
+from .torch_ops.steps import lamb_ratios
 
 __all__ = ["Batch", "Copies", "Lamb", "Lion", "PreciseStateOptimizer"]
 
@@ -313,7 +314,7 @@ class Lamb(PreciseStateOptimizer):
         if self.reduce_norms is not None:
             self.reduce_norms(norms.view(-1))
         for batch in batches:
-            ratios = reference.lamb_ratios(norms[batch.places], batch.rule).to(batch.device)
+            ratios = lamb_ratios(norms[batch.places], batch.rule).to(batch.device)
             _apply(batch, ratios, copies)
         return loss
 

@@ -4,7 +4,7 @@ Problem: sharded training sends gradients and parameters that need far fewer bit
 arXiv:2306.10209; 1-bit Adam, arXiv:2102.02888), and inference keeps weights so.
 Idea: `Quantized` holds packed codes and one scale per block, in plain tensors that a collective can send; every
 function checks its tensors here and then calls the implementation of their device. Layout, rounding and what becomes of
-NaN and infinity are defined in `quantize_reference`.
+NaN and infinity are defined in `torch_ops.quantize`.
 Invariant: codes, scales and zeros are the same bits on every device, instruction set and number of threads.
 """
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .dispatch import resolve
-from .quantize_reference import Stored
 from .quantize_rules import QuantizationRule, SignRule
+from .torch_ops.quantize import Stored
 
 __all__ = [
     "PackedSigns",

@@ -1,4 +1,4 @@
-"""`quantize_reference` on host memory through the native core: addresses of tensors that `quantization` has checked.
+"""`torch_ops.quantize` on host memory through the native core: addresses of tensors that `quantization` has checked.
 
 Invariant: the same bits as the reference, but for the scales of signs, whose sums round differently in the last place.
 """
@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from .core import CORE, get_num_threads
-from .quantize_reference import Stored
-from .quantize_rules import QuantizationRule, SignRule
+from drivetrain.kernels.core import CORE, get_num_threads
+from drivetrain.kernels.quantize_rules import QuantizationRule, SignRule
+from drivetrain.kernels.torch_ops.quantize import Stored
 
 __all__ = ["dequantize_reduce", "pack_signs", "quantize", "reduce_quantized", "unpack_signs"]
 
@@ -63,7 +63,7 @@ def _signs(bits: Tensor, scales: Tensor, rule: SignRule, count: int) -> Any:
 def quantize(
     source: Tensor, target: Stored, *, rule: QuantizationRule, seed: int | None = None, first_block: int = 0
 ) -> None:
-    """`quantize_reference.quantize`, on all threads."""
+    """`torch_ops.quantize.quantize`, on all threads."""
     _core().quantize(
         _dense(source), source.numel(), _stored(target, rule), _rounding(seed, first_block), get_num_threads()
     )
@@ -72,7 +72,7 @@ def quantize(
 def dequantize_reduce(
     sources: Sequence[Stored], target: Tensor, *, rules: Sequence[QuantizationRule], factor: float = 1.0
 ) -> None:
-    """`quantize_reference.dequantize_reduce`, in one pass over memory."""
+    """`torch_ops.quantize.dequantize_reduce`, in one pass over memory."""
     arrays = [_stored(stored, rule) for stored, rule in zip(sources, rules, strict=True)]
     _core().dequantize_reduce(arrays, factor, target.numel(), _dense(target), get_num_threads())
 
@@ -88,19 +88,19 @@ def reduce_quantized(
     seed: int | None = None,
     first_block: int = 0,
 ) -> None:
-    """`quantize_reference.reduce_quantized`, in one pass over memory; no float32 array is made."""
+    """`torch_ops.quantize.reduce_quantized`, in one pass over memory; no float32 array is made."""
     arrays = [_stored(stored, each) for stored, each in zip(sources, rules, strict=True)]
     rounding = _rounding(seed, first_block)
     _core().reduce_quantized(arrays, factor, count, _stored(target, rule), rounding, get_num_threads())
 
 
 def pack_signs(source: Tensor, bits: Tensor, scales: Tensor, *, rule: SignRule) -> None:
-    """`quantize_reference.pack_signs`, on all threads."""
+    """`torch_ops.quantize.pack_signs`, on all threads."""
     count = source.numel()
     _core().pack_signs(_dense(source), count, _signs(bits, scales, rule, count), get_num_threads())
 
 
 def unpack_signs(bits: Tensor, scales: Tensor, target: Tensor, *, rule: SignRule) -> None:
-    """`quantize_reference.unpack_signs`, on all threads."""
+    """`torch_ops.quantize.unpack_signs`, on all threads."""
     count = target.numel()
     _core().unpack_signs(_signs(bits, scales, rule, count), count, _dense(target), get_num_threads())

@@ -24,7 +24,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from .quantize_rules import QuantizationRule, SignRule
+from drivetrain.kernels.quantize_rules import QuantizationRule, SignRule
 
 __all__ = ["dequantize_reduce", "pack_signs", "quantize", "reduce_quantized", "unpack_signs"]
 

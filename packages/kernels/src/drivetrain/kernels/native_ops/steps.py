@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from . import reference
-from .core import CORE, get_num_threads
-from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
+from drivetrain.kernels.core import CORE, get_num_threads
+from drivetrain.kernels.rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
+from drivetrain.kernels.torch_ops import steps as reference
 
 __all__ = [
     "adagrad_step",

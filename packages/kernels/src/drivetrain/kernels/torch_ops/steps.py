@@ -1,4 +1,4 @@
-"""Every op in plain torch: the oracle of the tests, and the fallback on any device.
+"""Optimizer steps, norms and casts in plain torch: the oracle of the tests, and the fallback on any device.
 
 Problem: a fast kernel is worth nothing without a slow one to compare it with, and a device without a fast kernel must
 still train.
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
+from drivetrain.kernels.rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 
 __all__ = [
     "adagrad_step",
