@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from drivetrain.zero.access import ParameterAccess, Quantity
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
+from drivetrain.zero.gathering import gathered
 from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, StepResult
 from drivetrain.zero.policy import Policy
 from drivetrain.zero.precision import LossScalePolicy, LossScaler
@@ -14,9 +16,12 @@ __all__ = [
     "LossScaler",
     "ModelStateBytes",
     "NonFiniteGradientError",
+    "ParameterAccess",
     "Policy",
+    "Quantity",
     "ShardedModule",
     "ShardedOptimizer",
     "StepResult",
+    "gathered",
     "shard",
 ]

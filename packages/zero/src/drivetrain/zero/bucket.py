@@ -169,6 +169,12 @@ class Bucket:
             same = published == self.master.to(self.dtype)
             self.master.copy_(torch.where(same, self.master, published.to(self.master.dtype)))
 
+    def adopt_whole(self) -> None:
+        """Take what was written into the whole parameters, the same on every rank, into what this rank keeps."""
+        if not self.resident:
+            self.shard.copy_(self.full[self.own])
+        self.adopt_published()
+
     @property
     def parameter_bytes(self) -> int:
         """Bytes that the parameters take now on this rank, in the dtype that they compute in."""

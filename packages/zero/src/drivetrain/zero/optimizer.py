@@ -178,6 +178,7 @@ class ShardedOptimizer:
         count = len(self.optimizer.param_groups)
         held = dict(self.optimizer.state)
         self.optimizer.state.clear()
+        self._tensors: dict[int, torch.Tensor] = {}
         self.names: list[list[str]] = [[] for _ in range(count)]
         sub_groups = []
         for bucket in self.sharded.trainable_buckets:
@@ -193,6 +194,7 @@ class ShardedOptimizer:
                     if slot.parameter in held:
                         self.optimizer.state[shaped] = _cut_state(held[slot.parameter], slot, piece, shaped)
                     parts[index].append(_Part(slot, slot_index, piece, shaped))
+                    self._tensors[id(slot.parameter)] = shaped
             sub_groups.append(_SubGroup(bucket, tuple(map(tuple, parts))))
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] = [part.tensor for sub in sub_groups for part in sub.parts[index]]
@@ -221,6 +223,11 @@ class ShardedOptimizer:
             NonFiniteGradientError: steps were skipped too often in a row.
         """
         sharded = self.sharded
+        if any(unit.pins for unit in sharded.units):
+            raise RuntimeError(
+                f"rank {sharded.axis.world.rank}: step() inside a `gathered` context, whose whole parameters would be "
+                "out of date; leave the context first"
+            )
         sharded.hooks.backward.settle()
         sharded.residency.release_all()
         sharded.reducer.drain()
@@ -375,6 +382,12 @@ class ShardedOptimizer:
         """Bytes of the optimizer's own state on this rank (master weights not included)."""
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of this rank's slice of ``parameter``, live; empty before the first step."""
+        tensor = self._tensors.get(id(parameter))
+        state: dict[str, Any] = {} if tensor is None else self.optimizer.state.get(tensor, {})
+        return state
 
     def _parts(self) -> Iterator[tuple[Bucket, _Part, Piece]]:
         """Every part with its bucket and with what of it this rank writes to a checkpoint."""

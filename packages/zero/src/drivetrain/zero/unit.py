@@ -36,6 +36,7 @@ class Unit:
         open_calls: calls that the current backward pass has entered by an output and not left by all inputs.
         unseen: there was a call whose outputs hide their tensors, so that backward comes without a sign.
         missing: gradients of parameters still to come in this backward pass.
+        pins: how many contexts ask for the parameters to stay whole.
     """
 
     def __init__(self, index: int, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
@@ -49,6 +50,7 @@ class Unit:
         self.open_calls: set[Call] = set()
         self.unseen = False
         self.missing = 0
+        self.pins = 0
         self._handles: list[Handle] | None = None
 
     @property
@@ -91,7 +93,7 @@ class Unit:
         if self.resident:
             return
         self.finish_gather()
-        if self.live:
+        if self.live and not self.pins:
             for bucket in self.buckets:
                 bucket.release()
             self.live = self.unseen = False
