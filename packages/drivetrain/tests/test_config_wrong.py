@@ -515,10 +515,10 @@ CASES = [
         "remove the key",
     ),
     Case(
-        "MiCS",
-        {"zero_optimization": {"stage": 3, "mics_shard_size": 4}},
-        "zero_optimization.mics_shard_size = 4",
-        "this version of Drivetrain does not support sharding within groups of ranks (MiCS) yet",
+        "two-step gathering",
+        {"zero_optimization": {"stage": 3, "mics_hierarchical_params_gather": True}},
+        "zero_optimization.mics_hierarchical_params_gather = true",
+        "this version of Drivetrain does not support two-step gathering (MiCS) yet",
         "remove the key",
     ),
     Case(

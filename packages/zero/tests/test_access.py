@@ -218,7 +218,7 @@ def _gathers(rank: int, world_size: int, dtype: torch.dtype | None) -> None:
             optimizer.step()
         optimizer.step()
         assert loss.isfinite()
-    with pytest.raises(ValueError, match="modifier_rank must be one of the 2 ranks of the axis, got 2"):
+    with pytest.raises(ValueError, match="modifier_rank must be one of the 2 ranks, got 2"):
         with gathered(sharded, weight, modifier_rank=2):
             pass
     with pytest.raises(KeyError, match=r"1 of the parameters do not belong to the sharded Net; their shapes: \(3,\)"):

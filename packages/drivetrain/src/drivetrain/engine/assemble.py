@@ -68,14 +68,14 @@ def assemble(
 ) -> Parts:
     """Put the parts of an engine together. Collective."""
     config = config if isinstance(config, Config) else load(config)
-    mesh = mesh or Mesh.create(init())
+    mesh = mesh or _mesh(config)
     _start_logging(config, mesh)
-    batch = config.resolve_batch(mesh.sizes["shard"])
+    batch = config.resolve_batch(mesh.sizes["data"] * mesh.sizes["shard"])
     _seed(config, mesh)
     _cast_buffers(model, config)
     sharded = shard(model, mesh, zero_policy(config, mesh))
     optimizer, schedule = _optimization(config, sharded, given)
-    loader = _loader(config, mesh, batch.micro, given)
+    loader = _loader(config, sharded, batch.micro, given)
     observer = _observer(config, mesh)
     if config.dump_state and mesh.world.rank == 0:
         log.info("configuration: %s", config.to_dict())
@@ -90,6 +90,19 @@ def assemble(
         loader=loader,
         observer=observer,
     )
+
+
+def _mesh(config: Config) -> Mesh:
+    """All ranks along the shard axis, or groups of `mics_shard_size` of them with replicas of each other."""
+    world, size = init(), config.zero_optimization.mics_shard_size
+    if size <= 0:
+        return Mesh.create(world)
+    if world.size % size:
+        raise ValueError(
+            f"zero_optimization.mics_shard_size is {size}, which does not divide the {world.size} ranks; choose a "
+            "divisor, or start another number of ranks"
+        )
+    return Mesh.create(world, data=world.size // size, shard=size)
 
 
 def zero_policy(config: Config, mesh: Mesh) -> Policy:
@@ -175,17 +188,17 @@ def _optimization(
     return sharded_optimizer, schedule
 
 
-def _loader(config: Config, mesh: Mesh, micro: int, given: Given) -> TrainLoader | None:
+def _loader(config: Config, sharded: ShardedModule, micro: int, given: Given) -> TrainLoader | None:
     if given.training_data is None:
         return None
-    axis = mesh.axis("shard")
+    axis = sharded.ranks.everyone
     settings = LoaderConfig(
         micro_batch_size=micro,
         rank=axis.rank,
         ranks=axis.size,
         seed=config.drivetrain.seed,
         drop_last=config.dataloader_drop_last,
-        pin_memory=mesh.device.type == "cuda",
+        pin_memory=axis.device.type == "cuda",
     )
     return TrainLoader(given.training_data, settings, collate_fn=given.collate_fn)
 

@@ -26,12 +26,13 @@ from itertools import accumulate
 
 import torch
 
-from drivetrain.comm import Axis, all_gather, all_reduce
+from drivetrain.comm import all_gather, all_reduce
 from drivetrain.zero.agreement import require_same
 from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
 from drivetrain.zero.layout import Piece
 from drivetrain.zero.optimizer import ShardedOptimizer
+from drivetrain.zero.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ _DTYPES = (
 class Quantity(ABC):
     """Something that there is one of for every element of a parameter."""
 
-    def __init__(self, places: dict[int, _Place], axis: Axis) -> None:
+    def __init__(self, places: dict[int, _Place], ranks: Ranks) -> None:
         self._places = places
-        self._axis = axis
+        self._axis = ranks.shard
+        self._everyone = ranks.everyone
 
     @abstractmethod
     def _region(self, place: _Place) -> torch.Tensor | None:
@@ -155,7 +157,7 @@ class Quantity(ABC):
         for place, dtype in zip(places, self._dtypes(places), strict=True):
             if dtype is None:
                 raise self._absent(place)
-        require_same({place.slot.name: value for place, value in zip(places, values, strict=True)}, self._axis)
+        require_same({place.slot.name: value for place, value in zip(places, values, strict=True)}, self._everyone)
         for place, value in zip(places, values, strict=True):
             region = self._region(place)
             if region is not None:
@@ -250,7 +252,7 @@ class Gradient(Quantity):
     """Gradients, reduced over all ranks, between the backward pass that closes a step and the step itself."""
 
     def __init__(self, places: dict[int, _Place], sharded: ShardedModule, optimizer: ShardedOptimizer | None) -> None:
-        super().__init__(places, sharded.axis)
+        super().__init__(places, sharded.ranks)
         self._sharded = sharded
         self._optimizer = optimizer
 
@@ -282,7 +284,7 @@ class OptimizerState(Quantity):
     """One entry of the optimizer's state that has the shape of its parameter."""
 
     def __init__(self, places: dict[int, _Place], optimizer: ShardedOptimizer, key: str) -> None:
-        super().__init__(places, optimizer.sharded.axis)
+        super().__init__(places, optimizer.sharded.ranks)
         self._optimizer = optimizer
         self._key = key
 
@@ -321,7 +323,7 @@ class ParameterAccess:
             for index, slot in enumerate(bucket.slots)
         }
         self._optimizer = optimizer
-        self.master: Quantity = Master(self._places, sharded.axis)
+        self.master: Quantity = Master(self._places, sharded.ranks)
         self.gradient: Quantity = Gradient(self._places, sharded, optimizer)
 
     def state(self, key: str) -> Quantity:

@@ -25,6 +25,7 @@ from drivetrain.comm import Axis, Handle, all_gather, broadcast
 from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import BucketLayout, Piece
 from drivetrain.zero.policy import HALF_TYPES
+from drivetrain.zero.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,20 @@ class Bucket:
     """Storage of parameters that are gathered, reduced and updated together.
 
     Args:
-        parameters: the parameters, all of one dtype and all trained or all frozen. Their values on rank 0 of ``axis``
-            become the values on every rank.
+        parameters: the parameters, all of one dtype and all trained or all frozen. The first rank's values become the
+            values on every rank.
         dtype: what they compute in.
         resident: the full buffer is never released.
         splits_optimizer: the optimizer's region is this rank's shard instead of the whole bucket.
-        axis: the ranks that the bucket is split over.
+        ranks: the ranks that train it; it is split over their shard axis.
     """
 
     full: torch.Tensor  # [padded_numel] dtype; without storage while released
     shard: torch.Tensor  # [shard_numel] dtype; a view of full if resident
     master: torch.Tensor  # [region] fp32 or wider
     local: torch.Tensor | None  # [padded_numel] gradients of this rank that are not reduced yet
-    reduced: torch.Tensor | None  # [region] gradients reduced over all ranks
+    reduced: torch.Tensor | None  # [region] gradients reduced over the ranks that it is split over
+    averaged: bool  # `reduced` is reduced over the replicas too
 
     def __init__(
         self,
@@ -69,8 +71,9 @@ class Bucket:
         dtype: torch.dtype,
         resident: bool,
         splits_optimizer: bool,
-        axis: Axis,
+        ranks: Ranks,
     ) -> None:
+        axis = ranks.shard
         self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size)
         self.dtype = dtype
         self.resident = resident
@@ -81,20 +84,21 @@ class Bucket:
         self.region = self.own if splits_optimizer else slice(0, self.layout.padded_numel)
         self.local = None
         self.reduced = None
-        self._place(parameters)
+        self.averaged = False
+        self._place(parameters, ranks.everyone)
         self.slots = self._make_slots(parameters)
         self.used = [False] * len(self.slots)
         self.attach()
         if not resident:
             self.release()
 
-    def _place(self, parameters: Sequence[NamedParameter]) -> None:
-        """Lay out rank 0's values, in the precision they came in, and keep what this rank needs of them."""
+    def _place(self, parameters: Sequence[NamedParameter], everyone: Axis) -> None:
+        """Lay out the first rank's values, in the precision they came in, and keep what this rank needs of them."""
         stored = parameters[0].parameter.dtype
         flat = torch.zeros(self.layout.padded_numel, dtype=stored, device=self.axis.device)
         for start, named in zip(self.layout.starts, parameters, strict=True):
             flat[start : start + named.parameter.numel()].copy_(named.parameter.detach().reshape(-1))
-        broadcast(flat, self.axis).wait()
+        broadcast(flat, everyone).wait()
         self.full = flat if stored == self.dtype else flat.to(self.dtype)
         self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
         if self.trainable and self.dtype in HALF_TYPES:

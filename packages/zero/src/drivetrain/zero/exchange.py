@@ -1,16 +1,18 @@
 """How gradients of a bucket travel: from every rank's contribution to the sum, or mean, that the optimizer sees.
 
 Stateless but for the bucket it is given. At stage 0 the whole is reduced to every rank, above it each rank gets its
-shard; the arithmetic per element is the same (``drivetrain.comm`` adds in rank order), so stages agree bitwise.
+shard; the arithmetic per element is the same (``drivetrain.comm`` adds in rank order), so stages agree bitwise. Where
+shards are held by several replicas, what was reduced within each is reduced over them once per step.
 """
 
 from __future__ import annotations
 
 import torch
 
-from drivetrain.comm import Axis, Handle, all_reduce, reduce_scatter
+from drivetrain.comm import Handle, all_reduce, reduce_scatter
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.policy import Policy
+from drivetrain.zero.ranks import Ranks
 
 
 class PendingReduction:
@@ -36,18 +38,20 @@ class PendingReduction:
             bucket.reduced = result
         else:
             bucket.reduced.add_(result)
+        bucket.averaged = False
 
 
 class GradientExchange:
-    """Reduces buckets over one axis the way a policy says.
+    """Reduces buckets the way a policy says.
 
     The mean over n ranks with predivide factor f is computed as ``sum(g / f) * (f / n)``; the plain mean (f = 1) leaves
     the division to the collective, which does it in the precision that it adds in.
     """
 
-    def __init__(self, policy: Policy, axis: Axis) -> None:
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
         self._policy = policy
-        self._axis = axis
+        self._axis = ranks.reduce
+        self._replicas = ranks.replicas
 
     def accumulate_dtype(self, bucket: Bucket) -> torch.dtype:
         """The dtype that gradients of ``bucket`` are summed in."""
@@ -73,6 +77,21 @@ class GradientExchange:
         output = local if whole else local.new_empty(bucket.layout.shard_numel)
         return PendingReduction(bucket, reduce_scatter(output, local, self._axis, op=op), output, scale, kept)
 
+    def average(self, bucket: Bucket) -> Handle:
+        """Reduce ``bucket.reduced`` over the replicas, in place. All of them must have it."""
+        if bucket.reduced is None:
+            bucket.reduced = torch.zeros(
+                bucket.master.numel(), dtype=self.accumulate_dtype(bucket), device=self._axis.device
+            )
+        bucket.averaged = True
+        return all_reduce(bucket.reduced, self._replicas, op=self._policy.reduce_op)
+
+    def unaverage(self, bucket: Bucket) -> None:
+        """Before more is added to gradients that are averaged: leave a share that the next average makes whole."""
+        if bucket.averaged and bucket.reduced is not None and self._policy.reduce_op == "sum":
+            bucket.reduced.div_(self._replicas.size)
+        bucket.averaged = False
+
     def reopen(self, bucket: Bucket) -> None:
         """Let a bucket that is reduced already take more gradients without a second buffer.
 
@@ -81,6 +100,7 @@ class GradientExchange:
         ranks contribute R, so a rank with nothing new, or that had R too late, does it when the bucket is sent. Not
         where the policy asks for a reduction per micro-batch: that promises the additions in that order.
         """
+        self.unaverage(bucket)
         if bucket.split or self._policy.reduces_every_micro_batch or bucket.reduced is None:
             return
         done, bucket.reduced = bucket.reduced, None

@@ -40,17 +40,17 @@ def gathered(
     Args:
         sharded: the module.
         parameters: one, several, or all those of a module.
-        modifier_rank: the rank, within the shard axis, whose values become everybody's. None: edits must be the same on
-            all ranks.
+        modifier_rank: the rank, among all that train the module, whose values become everybody's. None: edits must be
+            the same on all ranks.
 
     Raises:
         KeyError: a parameter does not belong to the module.
         ValueError: ranks made different edits (at stage 3 all are dropped; below it each rank keeps its own, and
             training cannot go on from them). Or there is no such rank.
     """
-    axis = sharded.axis
-    if modifier_rank is not None and not 0 <= modifier_rank < axis.size:
-        raise ValueError(f"modifier_rank must be one of the {axis.size} ranks of the axis, got {modifier_rank}")
+    axis, everyone = sharded.axis, sharded.ranks.everyone
+    if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:
+        raise ValueError(f"modifier_rank must be one of the {everyone.size} ranks, got {modifier_rank}")
     chosen = _find(sharded, parameters)
     units = {id(unit): unit for unit, _, _ in chosen}.values()
     buckets = {id(bucket): bucket for _, bucket, _ in chosen}.values()
@@ -97,7 +97,7 @@ def _find(
 
 def _agree(slots: list[Slot], sharded: ShardedModule, modifier_rank: int | None) -> None:
     if modifier_rank is None:
-        require_same({slot.name: slot.whole for slot in slots}, sharded.axis)
+        require_same({slot.name: slot.whole for slot in slots}, sharded.ranks.everyone)
         return
     for slot in slots:
-        broadcast(slot.whole.view(-1), sharded.axis, src=modifier_rank).wait()
+        broadcast(slot.whole.view(-1), sharded.ranks.everyone, src=modifier_rank).wait()

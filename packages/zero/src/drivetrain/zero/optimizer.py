@@ -252,6 +252,7 @@ class ShardedOptimizer:
         squares = own_square_sum(buckets, device)
         survey = torch.cat((squares.view(1), torch.tensor(flags, dtype=torch.float64, device=device)))
         all_reduce(survey, sharded.axis).wait()
+        all_reduce(survey, sharded.ranks.replicas, op="max").wait()  # their norms are the same, what they used is not
         total, *counts = survey.tolist()
         unsent = [count > 0 for count in counts[: len(buckets)]]
         if any(unsent):
@@ -432,20 +433,26 @@ class ShardedOptimizer:
         For saving, ranks give disjoint slices; for loading, each gives all that it wants filled.
         """
         slices: dict[str, FlatSlice] = {}
+        writes = self.sharded.ranks.writes
         for bucket, part, own in self._parts():
             for key, value in self.optimizer.state.get(part.tensor, {}).items():
                 name, kind = f"{part.slot.name}/{key}", _kind(key, value, part.tensor)
                 if kind != "elementwise":
                     scalar = value if kind == "tensor" else self._scalar(part.tensor, key, value)
                     first = own.numel > 0 and own.start == 0
-                    slices[name] = FlatSlice(data=scalar.view(-1), offset=0, shape=torch.Size(()), writes=first)
+                    slices[name] = FlatSlice(
+                        data=scalar.view(-1), offset=0, shape=torch.Size(()), writes=first and writes
+                    )
                 elif bucket.split or purpose == "load":
                     slices[name] = FlatSlice(
-                        data=value.view(-1), offset=part.piece.start, shape=part.slot.shape, writes=bucket.split
+                        data=value.view(-1),
+                        offset=part.piece.start,
+                        shape=part.slot.shape,
+                        writes=bucket.split and writes,
                     )
                 else:
                     data = value.view(-1)[own.start : own.start + own.numel]
-                    slices[name] = FlatSlice(data=data, offset=own.start, shape=part.slot.shape)
+                    slices[name] = FlatSlice(data=data, offset=own.start, shape=part.slot.shape, writes=writes)
         return slices
 
     def _scalar(self, tensor: torch.Tensor, key: str, value: float) -> torch.Tensor:

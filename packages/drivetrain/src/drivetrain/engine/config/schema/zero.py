@@ -363,10 +363,8 @@ class ZeroOptimization(Section):
     mics_shard_size: Annotated[
         Integer,
         Key(
-            "Ranks that share one copy of the model (MiCS); -1 is all.",
-            PLANNED,
-            feature="sharding within groups of ranks (MiCS)",
-            inert=(0,),
+            "Ranks that share one copy of the model (MiCS), with replicas of it on the others; -1 or 0 is all.",
+            differs="Works at every stage, and a checkpoint loads at any other size.",
         ),
     ] = -1
     mics_hierarchical_params_gather: Annotated[
