@@ -20,13 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from drivetrain.comm import Mesh, init
-from drivetrain.engine.config import BatchSizes, Config, load
+from drivetrain.engine.config import BatchSizes, Config, ZeroOptimization, load
 from drivetrain.engine.data import Collate, LoaderConfig, TrainLoader
 from drivetrain.engine.lr import Schedule, build_schedule
 from drivetrain.engine.monitor import EventCsvSink, PhaseTimers, SinkGroup
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optimizers import Parameters, build_optimizer
-from drivetrain.zero import LossScalePolicy, LossScaler, Policy, ShardedModule, ShardedOptimizer, shard
+from drivetrain.zero import LeafRule, LossScalePolicy, LossScaler, Policy, ShardedModule, ShardedOptimizer, shard
 
 log = logging.getLogger("drivetrain.engine")
 
@@ -125,7 +125,19 @@ def zero_policy(config: Config, mesh: Mesh) -> Policy:
         prefetch_numel=zero.prefetch_bucket_size,
         max_reuse_numel=zero.max_reuse_distance,
         max_live_numel=zero.max_live_parameters,
+        leaf=_leaf_rule(zero),
         overlap=zero.overlap_comm is not False,
+    )
+
+
+def _leaf_rule(zero: ZeroOptimization) -> LeafRule:
+    """Classes only where the file names some: those of the default are found by what they hold."""
+    section = zero.leaf_module
+    return LeafRule(
+        classes=section.classes if "classes" in section.model_fields_set else (),
+        names=section.names,
+        suffixes=section.name_suffixes,
+        granularity_numel=zero.module_granularity_threshold,
     )
 
 

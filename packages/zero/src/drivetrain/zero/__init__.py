@@ -5,6 +5,7 @@ from __future__ import annotations
 from drivetrain.zero.access import ParameterAccess, Quantity
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
 from drivetrain.zero.gathering import gathered
+from drivetrain.zero.leaf import LeafRule
 from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, StepResult
 from drivetrain.zero.policy import Policy
 from drivetrain.zero.precision import LossScalePolicy, LossScaler
@@ -12,6 +13,7 @@ from drivetrain.zero.state import FlatSlice
 
 __all__ = [
     "FlatSlice",
+    "LeafRule",
     "LossScalePolicy",
     "LossScaler",
     "ModelStateBytes",

@@ -194,6 +194,8 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
             wrapped for another way of parallel training, already, or is not the same on all ranks.
     """
     _check(module, mesh)
+    if policy.releases_parameters:
+        _check_leaves(module, policy)
     ranks = Ranks.of(mesh)
     _check_same(module, ranks.everyone)
     _prepare_buffers(module, ranks.everyone)
@@ -204,6 +206,7 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
         releases=releases,
         persistence_numel=policy.persistence_numel,
         persistence_total_numel=policy.persistence_total_numel,
+        leaf=policy.leaf,
     )
     units = tuple(_make_unit(index, group, policy, ranks) for index, group in enumerate(groups))
     buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
@@ -243,6 +246,15 @@ def _check(module: nn.Module, mesh: Mesh) -> None:
     others = {name: size for name, size in mesh.sizes.items() if name not in ("data", "shard") and size > 1}
     if others:
         raise ValueError(f"this version trains over the axes 'data' and 'shard'; the mesh also has {others}")
+
+
+def _check_leaves(module: nn.Module, policy: Policy) -> None:
+    unmatched = policy.leaf.unmatched(module)
+    if unmatched:
+        raise ValueError(
+            f"{type(module).__name__} has no module that these rules for leaves match: {', '.join(unmatched)}. Correct "
+            "them (names are those of named_modules()), or remove them: a rule that matches nothing protects nothing"
+        )
 
 
 def _check_same(module: nn.Module, axis: Axis) -> None:

@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from drivetrain.zero.leaf import FOUND, LeafRule
+
 ReduceOp = Literal["mean", "sum"]
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -38,6 +40,7 @@ class Policy:
         max_reuse_numel: at stage 3, keep a unit's parameters between two uses if at most this many elements are
             gathered in between. 0 keeps a unit only if the very next use is its own; -1 always releases.
         max_live_numel: at stage 3, never keep more elements than this for reuse; None means no bound.
+        leaf: which modules are gathered as a whole at stage 3, whatever runs inside them.
         overlap: reduce while backward still computes (True) or when it has ended (False).
     """
 
@@ -54,6 +57,7 @@ class Policy:
     prefetch_numel: int | None = None
     max_reuse_numel: int = 0
     max_live_numel: int | None = None
+    leaf: LeafRule = FOUND
     overlap: bool = True
 
     def __post_init__(self) -> None:

@@ -292,10 +292,7 @@ class ZeroOptimization(Section):
         Count,
         Key(
             "Modules with fewer elements per descendant are gathered as one.",
-            PLANNED,
             aliases=("stage3_module_granularity_threshold",),
-            feature="gathering small modules together by a threshold",
-            instead="remove the key: repeated blocks are already gathered as one unit",
         ),
     ] = 0
     use_all_reduce_for_fetch_params: Annotated[
@@ -395,7 +392,11 @@ class ZeroOptimization(Section):
     ] = False
     leaf_module: Annotated[
         LeafModule,
-        Key("Modules that are gathered as a whole.", PLANNED, feature="choosing leaf modules in the configuration"),
+        Key(
+            "Modules that are gathered as a whole.",
+            differs="Repeated blocks, and modules that pick among experts, are leaves without being named. A class or "
+            "name that matches nothing is an error.",
+        ),
     ] = Field(default_factory=LeafModule)
 
 
