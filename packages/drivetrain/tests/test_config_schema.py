@@ -108,7 +108,7 @@ def test_every_key_carries_what_an_editor_shows(schema: dict[str, Any]) -> None:
     assert stage["default"] == 0
     assert {"enum": [0, 1, 2, 3], "type": "integer"} in stage["anyOf"]
     assert stage["x-status"] == "works"
-    assert zero["properties"]["zero_quantized_weights"]["x-status"] == "planned"
+    assert zero["properties"]["zero_quantized_nontrainable_weights"]["x-status"] == "planned"
     assert zero["properties"]["elastic_checkpoint"]["x-differs"].startswith("Every checkpoint loads")
     alias = zero["properties"]["stage3_prefetch_bucket_size"]
     assert alias["description"].startswith("Another name of `prefetch_bucket_size`.")

@@ -26,7 +26,18 @@ from drivetrain.engine.lr import Schedule, build_schedule
 from drivetrain.engine.monitor import EventCsvSink, PhaseTimers, SinkGroup
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optimizers import Parameters, build_optimizer
-from drivetrain.zero import LeafRule, LossScalePolicy, LossScaler, Policy, ShardedModule, ShardedOptimizer, shard
+from drivetrain.zero import (
+    INT4_GRADIENTS,
+    INT8_WEIGHTS,
+    ErrorFeedback,
+    LeafRule,
+    LossScalePolicy,
+    LossScaler,
+    Policy,
+    ShardedModule,
+    ShardedOptimizer,
+    shard,
+)
 
 log = logging.getLogger("drivetrain.engine")
 
@@ -126,8 +137,27 @@ def zero_policy(config: Config, mesh: Mesh) -> Policy:
         max_reuse_numel=zero.max_reuse_distance,
         max_live_numel=zero.max_live_parameters,
         leaf=_leaf_rule(zero),
+        gather_rule=INT8_WEIGHTS if zero.zero_quantized_weights else None,
+        reduce_rule=INT4_GRADIENTS if zero.zero_quantized_gradients else None,
+        error_feedback=_error_feedback(zero),
+        node_ranks=_node_ranks(zero, mesh),
+        secondary_ranks=zero.zero_hpz_partition_size,
+        gather_in_two=zero.mics_hierarchical_params_gather,
         overlap=zero.overlap_comm is not False,
     )
+
+
+def _error_feedback(zero: ZeroOptimization) -> ErrorFeedback | None:
+    section = zero.zeropp_loco_param
+    return None if section is None else ErrorFeedback(beta=section.err_beta, reset_every=section.reset_T)
+
+
+def _node_ranks(zero: ZeroOptimization, mesh: Mesh) -> int | None:
+    """Ranks of the shard axis that are close to each other: as the file says, else those of a host."""
+    if zero.zero_hpz_partition_size > 1:
+        return zero.zero_hpz_partition_size
+    host, shard = mesh.world.local_size, mesh.sizes["shard"]
+    return host if host < shard and shard % host == 0 else None
 
 
 def _leaf_rule(zero: ZeroOptimization) -> LeafRule:

@@ -26,6 +26,7 @@ from torch import nn
 from drivetrain.comm import Axis, Mesh, all_gather, all_gather_object, broadcast
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.exchange import GradientExchange
+from drivetrain.zero.fetch import ParameterExchange
 from drivetrain.zero.grouping import Group, NamedParameter, group_parameters, named_parameters, split_by_kind
 from drivetrain.zero.guard import Guard
 from drivetrain.zero.hooks import Hooks
@@ -68,6 +69,7 @@ class ShardedModule:
         ranks: Ranks,
         units: tuple[Unit, ...],
         residency: Residency,
+        parameters: ParameterExchange,
         reducer: GradientReducer,
     ) -> None:
         self.module = module
@@ -75,6 +77,7 @@ class ShardedModule:
         self.ranks = ranks
         self.units = units
         self.residency = residency
+        self.parameters = parameters
         self.reducer = reducer
         self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
         self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
@@ -122,7 +125,7 @@ class ShardedModule:
                 all_gather(bucket.master, bucket.master[bucket.own], self.axis).wait()
             bucket.publish_master()
             if bucket.split and bucket.resident:
-                bucket.gather(self.axis).wait()
+                self.parameters.start(bucket).wait()
 
     def model_slices(self) -> dict[str, FlatSlice]:
         """This rank's part of every parameter, by canonical name, in the highest precision there is."""
@@ -150,7 +153,7 @@ class ShardedModule:
         """A copy of every parameter, whole, in the dtype it computes in; one unit is gathered at a time. Collective."""
         for unit in self.units:
             was_live = unit.live
-            unit.start_gather(self.axis)
+            unit.start_gather(exact=True)
             unit.finish_gather()
             copies = [(s.name, s.parameter.detach().clone()) for bucket in unit.buckets for s in bucket.slots]
             if not was_live:
@@ -196,7 +199,7 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
     _check(module, mesh)
     if policy.releases_parameters:
         _check_leaves(module, policy)
-    ranks = Ranks.of(mesh)
+    ranks = Ranks.of(mesh, policy)
     _check_same(module, ranks.everyone)
     _prepare_buffers(module, ranks.everyone)
     # With one rank there is nothing to gather from: stage 3 would only copy.
@@ -208,11 +211,12 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
         persistence_total_numel=policy.persistence_total_numel,
         leaf=policy.leaf,
     )
-    units = tuple(_make_unit(index, group, policy, ranks) for index, group in enumerate(groups))
+    parameters = ParameterExchange(policy, ranks)
+    units = tuple(_make_unit(index, group, policy, ranks, parameters) for index, group in enumerate(groups))
     buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
-    residency = Residency(units, ranks.shard, policy)
+    residency = Residency(units, policy)
     reducer = GradientReducer(buckets, GradientExchange(policy, ranks), ranks, overlap=policy.overlap)
-    return ShardedModule(module, policy, ranks, units, residency, reducer)
+    return ShardedModule(module, policy, ranks, units, residency, parameters, reducer)
 
 
 def _check(module: nn.Module, mesh: Mesh) -> None:
@@ -290,12 +294,12 @@ def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
             owner._buffers[name] = moved
 
 
-def _make_unit(index: int, group: Group, policy: Policy, ranks: Ranks) -> Unit:
+def _make_unit(index: int, group: Group, policy: Policy, ranks: Ranks, parameters: ParameterExchange) -> Unit:
     buckets = []
-    for (dtype, _), parameters in split_by_kind(group.parameters).items():
-        for run in fill_buckets([p.parameter.numel() for p in parameters], policy.bucket_numel):
-            buckets.append(_make_bucket([parameters[i] for i in run], dtype, group, policy, ranks))
-    return Unit(index, group.name, group.modules, buckets)
+    for (dtype, _), members in split_by_kind(group.parameters).items():
+        for run in fill_buckets([p.parameter.numel() for p in members], policy.bucket_numel):
+            buckets.append(_make_bucket([members[i] for i in run], dtype, group, policy, ranks))
+    return Unit(index, group.name, group.modules, buckets, parameters)
 
 
 def _make_bucket(

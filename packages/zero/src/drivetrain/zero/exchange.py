@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import torch
 
-from drivetrain.comm import Handle, all_reduce, reduce_scatter
+from drivetrain.comm import Handle, Waitable, all_reduce, reduce_scatter, reduce_scatter_encoded
 from drivetrain.zero.bucket import Bucket
-from drivetrain.zero.policy import Policy
+from drivetrain.zero.codec import NEAR, BlockCodec
+from drivetrain.zero.feedback import ErrorMemory
+from drivetrain.zero.policy import Policy, ReduceOp
 from drivetrain.zero.ranks import Ranks
 
 
 class PendingReduction:
     """A reduction on its way. `wait` adds the result to ``bucket.reduced``."""
 
-    def __init__(self, bucket: Bucket, handle: Handle, result: torch.Tensor, scale: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, bucket: Bucket, handle: Waitable, result: torch.Tensor, scale: float, dtype: torch.dtype
+    ) -> None:
         self.bucket = bucket
         self._handle = handle
         self._result: torch.Tensor | None = result
@@ -51,7 +55,11 @@ class GradientExchange:
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
         self._policy = policy
         self._axis = ranks.reduce
+        self._nodes = ranks.reduce_nodes
         self._replicas = ranks.replicas
+        self._codec = None if policy.reduce_rule is None else BlockCodec(policy.reduce_rule)
+        self._near = BlockCodec(NEAR)
+        self._errors = ErrorMemory(policy.error_feedback) if policy.error_feedback else None
 
     def accumulate_dtype(self, bucket: Bucket) -> torch.dtype:
         """The dtype that gradients of ``bucket`` are summed in."""
@@ -75,7 +83,28 @@ class GradientExchange:
             return PendingReduction(bucket, all_reduce(local, self._axis, op=op), local, scale, kept)
         whole = bucket.layout.shard_numel == bucket.numel
         output = local if whole else local.new_empty(bucket.layout.shard_numel)
+        if self._codec is not None and not whole:
+            return PendingReduction(bucket, self._encoded(bucket, output, local, op), output, scale, kept)
         return PendingReduction(bucket, reduce_scatter(output, local, self._axis, op=op), output, scale, kept)
+
+    def _encoded(self, bucket: Bucket, output: torch.Tensor, local: torch.Tensor, op: ReduceOp) -> Waitable:
+        assert self._codec is not None
+        codec, errors = self._codec, self._errors
+        return reduce_scatter_encoded(
+            output,
+            local,
+            self._nodes.within,
+            self._nodes.between,
+            codec,
+            near=self._near,
+            adjust=None if errors is None else lambda pieces: errors.compensate(bucket, pieces, codec),
+            op=op,
+        )
+
+    def step_taken(self, *, trusted: bool) -> None:
+        """One optimizer step is over; ``trusted`` tells whether its gradients were finite."""
+        if self._errors is not None:
+            self._errors.step_taken(trusted=trusted)
 
     def average(self, bucket: Bucket) -> Handle:
         """Reduce ``bucket.reduced`` over the replicas, in place. All of them must have it."""

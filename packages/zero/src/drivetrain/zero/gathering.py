@@ -48,7 +48,7 @@ def gathered(
         ValueError: ranks made different edits (at stage 3 all are dropped; below it each rank keeps its own, and
             training cannot go on from them). Or there is no such rank.
     """
-    axis, everyone = sharded.axis, sharded.ranks.everyone
+    everyone = sharded.ranks.everyone
     if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:
         raise ValueError(f"modifier_rank must be one of the {everyone.size} ranks, got {modifier_rank}")
     chosen = _find(sharded, parameters)
@@ -57,7 +57,7 @@ def gathered(
     sharded.hooks.backward.settle()
     for unit in units:
         unit.pins += 1
-        unit.start_gather(axis)
+        unit.start_gather(exact=True)
     for unit in units:
         unit.finish_gather()
     try:

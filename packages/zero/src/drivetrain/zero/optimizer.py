@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from drivetrain.comm import Handle, all_gather_object, all_reduce
+from drivetrain.comm import Waitable, all_gather_object, all_reduce
 from drivetrain.kernels import Lion
 from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
@@ -291,6 +291,7 @@ class ShardedOptimizer:
                 "learning rate, check the inputs of the last batches for NaN, or clip gradients."
             )
         self.sharded.reducer.clear()
+        self.sharded.reducer.step_taken(trusted=False)
         self.scaler.update(overflow=True)
         return StepResult(
             stepped=False,
@@ -313,7 +314,7 @@ class ShardedOptimizer:
         return f"'{everywhere[0]}'" if everywhere else "none that the optimizer updates"
 
     def _update(self, factor: float) -> None:
-        arriving: list[Handle] = []
+        arriving: list[Waitable] = []
         written: list[dict[str, Any]] = []
         batches = [[sub] for sub in self._sub_groups] if self._elementwise else [self._sub_groups]
         for batch in batches:
@@ -328,12 +329,13 @@ class ShardedOptimizer:
                 bucket.publish_master()
                 self._tell_autograd(bucket)
                 if bucket.resident and bucket.split:
-                    arriving.append(bucket.gather(self.sharded.axis))
+                    arriving.append(self.sharded.parameters.start(bucket))
         for group, copy in zip(self.optimizer.param_groups, written, strict=True):
             group.update((key, value) for key, value in copy.items() if key != "params")
         for handle in arriving:
             handle.wait()
         self.sharded.reducer.clear()
+        self.sharded.reducer.step_taken(trusted=True)
 
     @staticmethod
     def _tell_autograd(bucket: Bucket) -> None:

@@ -197,6 +197,10 @@ class GradientReducer:
         self._order = order.tolist()
         self._agreed = True
 
+    def step_taken(self, *, trusted: bool) -> None:
+        """The optimizer has used the gradients, or (``trusted=False``) found them useless."""
+        self._exchange.step_taken(trusted=trusted)
+
     def clear(self) -> None:
         """Forget all gradients."""
         for lane in self._lanes:
