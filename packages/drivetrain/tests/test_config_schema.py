@@ -141,8 +141,7 @@ def test_rows_of_the_page() -> None:
         "different tags, in any case: Warn, Ignore or Fail. |",
         "| `total_num_steps` | integer ≥ 1 | required | works | Optimizer steps in the whole run. |",
         "| `betas` | list of 2: number ≥ 0 < 1 | `[0.9, 0.999]` | works | Weights of the update and of the moment. |",
-        "| `zero_hpz_partition_size` | integer ≥ 1 | `1` | planned | Ranks that hold a second copy of the parameters "
-        "(ZeRO++). |",
+        "| `zero_quantized_nontrainable_weights` | boolean | `false` | planned | Hold frozen weights in int8. |",
         "| `optimizer.params.lr` | an error, unless a hint gives the learning rate |",
         '| `zero_optimization.cpu_offload` | write "offload_optimizer": {"device": "cpu"} |',
     ):
