@@ -11,7 +11,7 @@ from drivetrain.kernels import QuantizationRule, Quantized, dequantize_reduce, q
 INT8_WEIGHTS = QuantizationRule(format="int8", block_size=2048)
 """For gathers of parameters (qwZ): half the bytes of bf16."""
 
-INT4_GRADIENTS = QuantizationRule(format="int4", block_size=256)
+INT4_GRADIENTS = QuantizationRule(format="int4", block_size=128)
 """For gradients between nodes (qgZ): a quarter of the bytes of bf16."""
 
 NEAR = QuantizationRule(format="int8", block_size=256)
