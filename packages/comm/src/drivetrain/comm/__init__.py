@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drivetrain.comm.codec import Codec
 from drivetrain.comm.collectives import (
     Handle,
     all_gather,
@@ -12,6 +13,13 @@ from drivetrain.comm.collectives import (
     broadcast,
     reduce_scatter,
 )
+from drivetrain.comm.compressed import (
+    Staged,
+    Waitable,
+    all_gather_encoded,
+    all_gather_in_two,
+    reduce_scatter_encoded,
+)
 from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.ledger import Ledger, LedgerEntry
 from drivetrain.comm.mesh import AXES, Axis, Mesh
@@ -20,13 +28,18 @@ from drivetrain.comm.setup import World, init, shutdown
 __all__ = [
     "AXES",
     "Axis",
+    "Codec",
     "CollectiveError",
     "Handle",
     "Ledger",
     "LedgerEntry",
     "Mesh",
+    "Staged",
+    "Waitable",
     "World",
     "all_gather",
+    "all_gather_encoded",
+    "all_gather_in_two",
     "all_gather_object",
     "all_reduce",
     "all_to_all",
@@ -34,5 +47,6 @@ __all__ = [
     "broadcast",
     "init",
     "reduce_scatter",
+    "reduce_scatter_encoded",
     "shutdown",
 ]

@@ -98,7 +98,7 @@ class Mesh:
         self.ledger = ledger
         self.device = world.device
         self.sizes = sizes
-        self._axes: dict[tuple[tuple[str, ...], str], Axis] = {}
+        self._axes: dict[tuple[str, str], Axis] = {}
         self._device_mesh: DeviceMesh | None = None
 
     @classmethod
@@ -160,19 +160,42 @@ class Mesh:
                 f"axis() takes one or several different names, got {names}; the axes are {', '.join(AXES)}"
             )
         ordered = tuple(name for name in AXES if name in names)
-        key = (ordered, channel)
+        return self._make_axis("+".join(ordered), list(self._groups(ordered)), channel)
+
+    def _make_axis(self, name: str, groups: list[tuple[int, ...]], channel: str) -> Axis:
+        key = (name, channel)
         if key not in self._axes:
-            groups = list(self._groups(ordered))
             mine = next(ranks for ranks in groups if self.world.rank in ranks)
             self._axes[key] = Axis(
-                name="+".join(ordered),
+                name=name,
                 channel=channel,
                 ranks=mine,
                 world=self.world,
                 ledger=self.ledger,
-                make=lambda: self._make_group(groups, mine, "+".join(ordered), channel),
+                make=lambda: self._make_group(groups, mine, name, channel),
             )
         return self._axes[key]
+
+    def split(self, name: str, size: int, *, channel: str = "main") -> tuple[Axis, Axis]:
+        """Cut an axis into runs of ``size`` neighbours: ``(within, between)``.
+
+        ``within`` holds the ranks of this rank's run, ``between`` those at the same place in the other runs; a rank of
+        the whole axis is ``between.rank * size + within.rank``. COLLECTIVE over the world on the first use.
+
+        Raises:
+            ValueError: ``size`` does not divide the axis.
+        """
+        if name not in AXES:
+            raise ValueError(f"unknown mesh axis '{name}'; the axes are {', '.join(AXES)}")
+        if size < 1 or self.sizes[name] % size:
+            raise ValueError(f"mesh axis '{name}' of {self.sizes[name]} ranks cannot be cut into runs of {size}")
+        wholes = list(self._groups((name,)))
+        runs = [whole[start : start + size] for whole in wholes for start in range(0, len(whole), size)]
+        across = [whole[place::size] for whole in wholes for place in range(size)]
+        return (
+            self._make_axis(f"{name}/{size} within", runs, channel),
+            self._make_axis(f"{name}/{size} between", across, channel),
+        )
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -20,13 +20,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from drivetrain.comm import Mesh, init
-from drivetrain.engine.config import BatchSizes, Config, load
+from drivetrain.engine.config import BatchSizes, Config, ZeroOptimization, load
 from drivetrain.engine.data import Collate, LoaderConfig, TrainLoader
 from drivetrain.engine.lr import Schedule, build_schedule
 from drivetrain.engine.monitor import EventCsvSink, PhaseTimers, SinkGroup
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optimizers import Parameters, build_optimizer
-from drivetrain.zero import LossScalePolicy, LossScaler, Policy, ShardedModule, ShardedOptimizer, shard
+from drivetrain.zero import (
+    INT4_GRADIENTS,
+    INT8_WEIGHTS,
+    ErrorFeedback,
+    LeafRule,
+    LossScalePolicy,
+    LossScaler,
+    Policy,
+    ShardedModule,
+    ShardedOptimizer,
+    shard,
+)
 
 log = logging.getLogger("drivetrain.engine")
 
@@ -68,14 +79,14 @@ def assemble(
 ) -> Parts:
     """Put the parts of an engine together. Collective."""
     config = config if isinstance(config, Config) else load(config)
-    mesh = mesh or Mesh.create(init())
+    mesh = mesh or _mesh(config)
     _start_logging(config, mesh)
-    batch = config.resolve_batch(mesh.sizes["shard"])
+    batch = config.resolve_batch(mesh.sizes["data"] * mesh.sizes["shard"])
     _seed(config, mesh)
     _cast_buffers(model, config)
     sharded = shard(model, mesh, zero_policy(config, mesh))
     optimizer, schedule = _optimization(config, sharded, given)
-    loader = _loader(config, mesh, batch.micro, given)
+    loader = _loader(config, sharded, batch.micro, given)
     observer = _observer(config, mesh)
     if config.dump_state and mesh.world.rank == 0:
         log.info("configuration: %s", config.to_dict())
@@ -90,6 +101,19 @@ def assemble(
         loader=loader,
         observer=observer,
     )
+
+
+def _mesh(config: Config) -> Mesh:
+    """All ranks along the shard axis, or groups of `mics_shard_size` of them with replicas of each other."""
+    world, size = init(), config.zero_optimization.mics_shard_size
+    if size <= 0:
+        return Mesh.create(world)
+    if world.size % size:
+        raise ValueError(
+            f"zero_optimization.mics_shard_size is {size}, which does not divide the {world.size} ranks; choose a "
+            "divisor, or start another number of ranks"
+        )
+    return Mesh.create(world, data=world.size // size, shard=size)
 
 
 def zero_policy(config: Config, mesh: Mesh) -> Policy:
@@ -112,7 +136,38 @@ def zero_policy(config: Config, mesh: Mesh) -> Policy:
         prefetch_numel=zero.prefetch_bucket_size,
         max_reuse_numel=zero.max_reuse_distance,
         max_live_numel=zero.max_live_parameters,
+        leaf=_leaf_rule(zero),
+        gather_rule=INT8_WEIGHTS if zero.zero_quantized_weights else None,
+        reduce_rule=INT4_GRADIENTS if zero.zero_quantized_gradients else None,
+        error_feedback=_error_feedback(zero),
+        node_ranks=_node_ranks(zero, mesh),
+        secondary_ranks=zero.zero_hpz_partition_size,
+        gather_in_two=zero.mics_hierarchical_params_gather,
         overlap=zero.overlap_comm is not False,
+    )
+
+
+def _error_feedback(zero: ZeroOptimization) -> ErrorFeedback | None:
+    section = zero.zeropp_loco_param
+    return None if section is None else ErrorFeedback(beta=section.err_beta, reset_every=section.reset_T)
+
+
+def _node_ranks(zero: ZeroOptimization, mesh: Mesh) -> int | None:
+    """Ranks of the shard axis that are close to each other: as the file says, else those of a host."""
+    if zero.zero_hpz_partition_size > 1:
+        return zero.zero_hpz_partition_size
+    host, shard = mesh.world.local_size, mesh.sizes["shard"]
+    return host if host < shard and shard % host == 0 else None
+
+
+def _leaf_rule(zero: ZeroOptimization) -> LeafRule:
+    """Classes only where the file names some: those of the default are found by what they hold."""
+    section = zero.leaf_module
+    return LeafRule(
+        classes=section.classes if "classes" in section.model_fields_set else (),
+        names=section.names,
+        suffixes=section.name_suffixes,
+        granularity_numel=zero.module_granularity_threshold,
     )
 
 
@@ -175,17 +230,17 @@ def _optimization(
     return sharded_optimizer, schedule
 
 
-def _loader(config: Config, mesh: Mesh, micro: int, given: Given) -> TrainLoader | None:
+def _loader(config: Config, sharded: ShardedModule, micro: int, given: Given) -> TrainLoader | None:
     if given.training_data is None:
         return None
-    axis = mesh.axis("shard")
+    axis = sharded.ranks.everyone
     settings = LoaderConfig(
         micro_batch_size=micro,
         rank=axis.rank,
         ranks=axis.size,
         seed=config.drivetrain.seed,
         drop_last=config.dataloader_drop_last,
-        pin_memory=mesh.device.type == "cuda",
+        pin_memory=axis.device.type == "cuda",
     )
     return TrainLoader(given.training_data, settings, collate_fn=given.collate_fn)
 

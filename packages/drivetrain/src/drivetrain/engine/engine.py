@@ -313,7 +313,7 @@ class Engine:
 
     def _count_micro_batch(self) -> None:
         self.counters.micro_steps += 1
-        self.counters.global_samples += self.batch.micro * self.sharded.axis.size
+        self.counters.global_samples += self.batch.micro * self.sharded.ranks.everyone.size
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """One whole optimizer step: all its micro-batches, then the update. Collective.
@@ -377,7 +377,7 @@ class Engine:
 
     def _mean(self, value: torch.Tensor) -> torch.Tensor:
         total = value.reshape(1).clone()
-        all_reduce(total, self.sharded.axis, op="mean").wait()
+        all_reduce(total, self.sharded.ranks.everyone, op="mean").wait()
         return total[0]
 
     def _training_batches(self) -> Iterator[Any]:

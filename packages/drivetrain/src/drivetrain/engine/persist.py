@@ -56,7 +56,7 @@ class Persistence:
         self.schedule = parts.schedule
         self.loader = parts.loader
         # A channel of its own: what checkpoints send is neither in training's order nor on its account.
-        self._axis = parts.mesh.axis("shard", channel="checkpoint")
+        self._axis = parts.mesh.axis("data", "shard", channel="checkpoint")
 
     def save(
         self,

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from drivetrain.zero.access import ParameterAccess, Quantity
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
+from drivetrain.zero.codec import INT4_GRADIENTS, INT8_WEIGHTS
+from drivetrain.zero.gathering import gathered
+from drivetrain.zero.leaf import LeafRule
 from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, StepResult
-from drivetrain.zero.policy import Policy
+from drivetrain.zero.policy import ErrorFeedback, Policy
 from drivetrain.zero.precision import LossScalePolicy, LossScaler
 from drivetrain.zero.state import FlatSlice
 
 __all__ = [
+    "INT4_GRADIENTS",
+    "INT8_WEIGHTS",
+    "ErrorFeedback",
     "FlatSlice",
+    "LeafRule",
     "LossScalePolicy",
     "LossScaler",
     "ModelStateBytes",
     "NonFiniteGradientError",
+    "ParameterAccess",
     "Policy",
+    "Quantity",
     "ShardedModule",
     "ShardedOptimizer",
     "StepResult",
+    "gathered",
     "shard",
 ]

@@ -26,11 +26,13 @@ from torch import nn
 from drivetrain.comm import Axis, Mesh, all_gather, all_gather_object, broadcast
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.exchange import GradientExchange
+from drivetrain.zero.fetch import ParameterExchange
 from drivetrain.zero.grouping import Group, NamedParameter, group_parameters, named_parameters, split_by_kind
 from drivetrain.zero.guard import Guard
 from drivetrain.zero.hooks import Hooks
 from drivetrain.zero.layout import fill_buckets
 from drivetrain.zero.policy import Policy
+from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
 from drivetrain.zero.state import FlatSlice
@@ -53,7 +55,7 @@ class ShardedModule:
     Attributes:
         module: the module that was given, its hooks installed.
         policy: the policy.
-        axis: the ranks that it is sharded over.
+        ranks: the ranks that it is trained on.
         units: what is gathered and released together, root first.
         buckets: all buckets, in the order of the units.
         closes_step: whether the next backward pass is the last one before the optimizer step. Only stages that
@@ -64,22 +66,29 @@ class ShardedModule:
         self,
         module: nn.Module,
         policy: Policy,
-        axis: Axis,
+        ranks: Ranks,
         units: tuple[Unit, ...],
         residency: Residency,
+        parameters: ParameterExchange,
         reducer: GradientReducer,
     ) -> None:
         self.module = module
         self.policy = policy
-        self.axis = axis
+        self.ranks = ranks
         self.units = units
         self.residency = residency
+        self.parameters = parameters
         self.reducer = reducer
         self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
         self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.closes_step = True
-        self.hooks = Hooks(module, units, residency, reducer, self._reduces)
-        self.guard = Guard(module, units, axis.world.rank)
+        self.hooks = Hooks(module, units, residency, reducer, self._reduces, lambda: self.closes_step)
+        self.guard = Guard(module, units, ranks.shard.world.rank)
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks that it is sharded over."""
+        return self.ranks.shard
 
     def _reduces(self) -> bool:
         return self.policy.reduces_every_micro_batch or self.closes_step
@@ -116,7 +125,7 @@ class ShardedModule:
                 all_gather(bucket.master, bucket.master[bucket.own], self.axis).wait()
             bucket.publish_master()
             if bucket.split and bucket.resident:
-                bucket.gather(self.axis).wait()
+                self.parameters.start(bucket).wait()
 
     def model_slices(self) -> dict[str, FlatSlice]:
         """This rank's part of every parameter, by canonical name, in the highest precision there is."""
@@ -124,7 +133,7 @@ class ShardedModule:
         for bucket in self.buckets:
             for slot, piece in zip(bucket.slots, bucket.own_pieces(), strict=True):
                 data = bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
-                slices[slot.name] = FlatSlice(data=data, offset=piece.start, shape=slot.shape)
+                slices[slot.name] = FlatSlice(data=data, offset=piece.start, shape=slot.shape, writes=self.ranks.writes)
         return slices
 
     def buffer_slices(self) -> dict[str, FlatSlice]:
@@ -132,7 +141,7 @@ class ShardedModule:
         slices = {}
         for name, buffer in persistent_buffers(self.module):
             flat = buffer.detach().view(-1)
-            slices[name] = FlatSlice(data=flat, offset=0, shape=buffer.shape, writes=self.axis.rank == 0)
+            slices[name] = FlatSlice(data=flat, offset=0, shape=buffer.shape, writes=self.ranks.everyone.rank == 0)
         return slices
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
@@ -144,7 +153,7 @@ class ShardedModule:
         """A copy of every parameter, whole, in the dtype it computes in; one unit is gathered at a time. Collective."""
         for unit in self.units:
             was_live = unit.live
-            unit.start_gather(self.axis)
+            unit.start_gather(exact=True)
             unit.finish_gather()
             copies = [(s.name, s.parameter.detach().clone()) for bucket in unit.buckets for s in bucket.slots]
             if not was_live:
@@ -175,6 +184,9 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
     """Split ``module`` over the mesh's shard axis as ``policy`` says. Collective: every rank calls it.
 
+    Along the mesh's data axis the shards are held several times: gathers stay within the shard axis, and gradients are
+    reduced there first and then, once per step, over the replicas.
+
     All ranks start from rank 0's values. Parameter objects stay the same, so optimizers and references made before
     remain valid; parameters and buffers move to the mesh's device. Master weights start from the values as given,
     before they are cast to ``policy.param_dtype``.
@@ -185,23 +197,26 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
             wrapped for another way of parallel training, already, or is not the same on all ranks.
     """
     _check(module, mesh)
-    axis = mesh.axis("shard")
-    _check_same(module, axis)
-    _prepare_buffers(module, axis)
+    if policy.releases_parameters:
+        _check_leaves(module, policy)
+    ranks = Ranks.of(mesh, policy)
+    _check_same(module, ranks.everyone)
+    _prepare_buffers(module, ranks.everyone)
     # With one rank there is nothing to gather from: stage 3 would only copy.
-    releases = policy.releases_parameters and axis.size > 1
+    releases = policy.releases_parameters and ranks.shard.size > 1
     groups = group_parameters(
         module,
         releases=releases,
         persistence_numel=policy.persistence_numel,
         persistence_total_numel=policy.persistence_total_numel,
+        leaf=policy.leaf,
     )
-    units = tuple(_make_unit(index, group, policy, axis) for index, group in enumerate(groups))
+    parameters = ParameterExchange(policy, ranks)
+    units = tuple(_make_unit(index, group, policy, ranks, parameters) for index, group in enumerate(groups))
     buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
-    reduce_axis = mesh.axis("shard", channel="reduce")
-    residency = Residency(units, axis, policy)
-    reducer = GradientReducer(buckets, GradientExchange(policy, reduce_axis), reduce_axis, overlap=policy.overlap)
-    return ShardedModule(module, policy, axis, units, residency, reducer)
+    residency = Residency(units, policy)
+    reducer = GradientReducer(buckets, GradientExchange(policy, ranks), ranks, overlap=policy.overlap)
+    return ShardedModule(module, policy, ranks, units, residency, parameters, reducer)
 
 
 def _check(module: nn.Module, mesh: Mesh) -> None:
@@ -232,9 +247,18 @@ def _check(module: nn.Module, mesh: Mesh) -> None:
             f"parameter '{odd[0].name}' is a {kind} of layout {odd[0].parameter.layout}, and only plain dense tensors "
             "can be laid into buckets; hand over the module before another library shards or packs it"
         )
-    replicas = {name: size for name, size in mesh.sizes.items() if name != "shard" and size > 1}
-    if replicas:
-        raise ValueError(f"this version shards over one axis, 'shard'; the mesh also has {replicas}")
+    others = {name: size for name, size in mesh.sizes.items() if name not in ("data", "shard") and size > 1}
+    if others:
+        raise ValueError(f"this version trains over the axes 'data' and 'shard'; the mesh also has {others}")
+
+
+def _check_leaves(module: nn.Module, policy: Policy) -> None:
+    unmatched = policy.leaf.unmatched(module)
+    if unmatched:
+        raise ValueError(
+            f"{type(module).__name__} has no module that these rules for leaves match: {', '.join(unmatched)}. Correct "
+            "them (names are those of named_modules()), or remove them: a rule that matches nothing protects nothing"
+        )
 
 
 def _check_same(module: nn.Module, axis: Axis) -> None:
@@ -270,21 +294,21 @@ def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
             owner._buffers[name] = moved
 
 
-def _make_unit(index: int, group: Group, policy: Policy, axis: Axis) -> Unit:
+def _make_unit(index: int, group: Group, policy: Policy, ranks: Ranks, parameters: ParameterExchange) -> Unit:
     buckets = []
-    for (dtype, _), parameters in split_by_kind(group.parameters).items():
-        for run in fill_buckets([p.parameter.numel() for p in parameters], policy.bucket_numel):
-            buckets.append(_make_bucket([parameters[i] for i in run], dtype, group, policy, axis))
-    return Unit(index, group.name, group.modules, buckets)
+    for (dtype, _), members in split_by_kind(group.parameters).items():
+        for run in fill_buckets([p.parameter.numel() for p in members], policy.bucket_numel):
+            buckets.append(_make_bucket([members[i] for i in run], dtype, group, policy, ranks))
+    return Unit(index, group.name, group.modules, buckets, parameters)
 
 
 def _make_bucket(
-    parameters: list[NamedParameter], dtype: torch.dtype, group: Group, policy: Policy, axis: Axis
+    parameters: list[NamedParameter], dtype: torch.dtype, group: Group, policy: Policy, ranks: Ranks
 ) -> Bucket:
     return Bucket(
         parameters,
         dtype=policy.compute_dtype(dtype),
         resident=group.resident,
         splits_optimizer=policy.splits_optimizer,
-        axis=axis,
+        ranks=ranks,
     )

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from drivetrain.comm import Axis, Handle, all_gather, broadcast
+from drivetrain.comm import Axis, broadcast
 from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import BucketLayout, Piece
 from drivetrain.zero.policy import HALF_TYPES
+from drivetrain.zero.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -48,19 +49,21 @@ class Bucket:
     """Storage of parameters that are gathered, reduced and updated together.
 
     Args:
-        parameters: the parameters, all of one dtype and all trained or all frozen. Their values on rank 0 of ``axis``
-            become the values on every rank.
+        parameters: the parameters, all of one dtype and all trained or all frozen. The first rank's values become the
+            values on every rank.
         dtype: what they compute in.
         resident: the full buffer is never released.
         splits_optimizer: the optimizer's region is this rank's shard instead of the whole bucket.
-        axis: the ranks that the bucket is split over.
+        ranks: the ranks that train it; it is split over their shard axis.
     """
 
     full: torch.Tensor  # [padded_numel] dtype; without storage while released
     shard: torch.Tensor  # [shard_numel] dtype; a view of full if resident
+    secondary: torch.Tensor | None  # [numel / ranks of a node] dtype; a second copy of the parameters, if it is current
     master: torch.Tensor  # [region] fp32 or wider
     local: torch.Tensor | None  # [padded_numel] gradients of this rank that are not reduced yet
-    reduced: torch.Tensor | None  # [region] gradients reduced over all ranks
+    reduced: torch.Tensor | None  # [region] gradients reduced over the ranks that it is split over
+    averaged: bool  # `reduced` is reduced over the replicas too
 
     def __init__(
         self,
@@ -69,8 +72,9 @@ class Bucket:
         dtype: torch.dtype,
         resident: bool,
         splits_optimizer: bool,
-        axis: Axis,
+        ranks: Ranks,
     ) -> None:
+        axis = ranks.shard
         self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size)
         self.dtype = dtype
         self.resident = resident
@@ -81,20 +85,22 @@ class Bucket:
         self.region = self.own if splits_optimizer else slice(0, self.layout.padded_numel)
         self.local = None
         self.reduced = None
-        self._place(parameters)
+        self.averaged = False
+        self.secondary = None
+        self._place(parameters, ranks.everyone)
         self.slots = self._make_slots(parameters)
         self.used = [False] * len(self.slots)
         self.attach()
         if not resident:
             self.release()
 
-    def _place(self, parameters: Sequence[NamedParameter]) -> None:
-        """Lay out rank 0's values, in the precision they came in, and keep what this rank needs of them."""
+    def _place(self, parameters: Sequence[NamedParameter], everyone: Axis) -> None:
+        """Lay out the first rank's values, in the precision they came in, and keep what this rank needs of them."""
         stored = parameters[0].parameter.dtype
         flat = torch.zeros(self.layout.padded_numel, dtype=stored, device=self.axis.device)
         for start, named in zip(self.layout.starts, parameters, strict=True):
             flat[start : start + named.parameter.numel()].copy_(named.parameter.detach().reshape(-1))
-        broadcast(flat, self.axis).wait()
+        broadcast(flat, everyone).wait()
         self.full = flat if stored == self.dtype else flat.to(self.dtype)
         self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
         if self.trainable and self.dtype in HALF_TYPES:
@@ -134,11 +140,14 @@ class Bucket:
             slot.parameter.data = slot.placeholder
         self.full.untyped_storage().resize_(0)
 
-    def gather(self, axis: Axis) -> Handle:
-        """Start to fill the full buffer from all ranks' shards. Call `attach` after waiting, if it was released."""
+    def make_room(self) -> None:
+        """Give the full buffer its storage, for a gather to fill."""
         if not self.whole:
             self.full.untyped_storage().resize_(self.numel * self.full.element_size())
-        return all_gather(self.full, self.shard, axis)
+
+    def keep_second_copy(self, axis: Axis) -> None:
+        """Keep this rank's part of the whole parameters, split over ``axis``, to gather from until they change."""
+        self.secondary = self.full[slice_of(self.numel, axis)].clone()
 
     def region_pieces(self) -> list[Piece]:
         """For each slot, what of it lies in the optimizer's region; offsets count from the region's start."""
@@ -158,6 +167,7 @@ class Bucket:
 
     def publish_master(self) -> None:
         """Write the master weights into the parameters' own dtype (nothing to do where they are the same memory)."""
+        self.secondary = None
         if self.master.dtype != self.dtype:
             target = self.shard if self.split else self.full
             target.copy_(self.master)
@@ -169,11 +179,19 @@ class Bucket:
             same = published == self.master.to(self.dtype)
             self.master.copy_(torch.where(same, self.master, published.to(self.master.dtype)))
 
+    def adopt_whole(self) -> None:
+        """Take what was written into the whole parameters, the same on every rank, into what this rank keeps."""
+        self.secondary = None
+        if not self.resident:
+            self.shard.copy_(self.full[self.own])
+        self.adopt_published()
+
     @property
     def parameter_bytes(self) -> int:
         """Bytes that the parameters take now on this rank, in the dtype that they compute in."""
         full = self.full.untyped_storage().size()
-        return full if self.resident else full + self.shard.untyped_storage().size()
+        second = 0 if self.secondary is None else self.secondary.untyped_storage().size()
+        return full if self.resident else full + second + self.shard.untyped_storage().size()
 
     @property
     def gradient_bytes(self) -> int:
@@ -185,3 +203,9 @@ class Bucket:
     def master_bytes(self) -> int:
         """Bytes of master weights that are not the parameters themselves."""
         return 0 if self.master.dtype == self.dtype else self.master.untyped_storage().size()
+
+
+def slice_of(numel: int, axis: Axis) -> slice:
+    """This rank's part of ``numel`` elements that are cut evenly over ``axis``."""
+    length = numel // axis.size
+    return slice(axis.rank * length, (axis.rank + 1) * length)

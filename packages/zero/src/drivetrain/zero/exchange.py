@@ -1,22 +1,28 @@
 """How gradients of a bucket travel: from every rank's contribution to the sum, or mean, that the optimizer sees.
 
 Stateless but for the bucket it is given. At stage 0 the whole is reduced to every rank, above it each rank gets its
-shard; the arithmetic per element is the same (``drivetrain.comm`` adds in rank order), so stages agree bitwise.
+shard; the arithmetic per element is the same (``drivetrain.comm`` adds in rank order), so stages agree bitwise. Where
+shards are held by several replicas, what was reduced within each is reduced over them once per step.
 """
 
 from __future__ import annotations
 
 import torch
 
-from drivetrain.comm import Axis, Handle, all_reduce, reduce_scatter
+from drivetrain.comm import Handle, Waitable, all_reduce, reduce_scatter, reduce_scatter_encoded
 from drivetrain.zero.bucket import Bucket
-from drivetrain.zero.policy import Policy
+from drivetrain.zero.codec import NEAR, BlockCodec
+from drivetrain.zero.feedback import ErrorMemory
+from drivetrain.zero.policy import Policy, ReduceOp
+from drivetrain.zero.ranks import Ranks
 
 
 class PendingReduction:
     """A reduction on its way. `wait` adds the result to ``bucket.reduced``."""
 
-    def __init__(self, bucket: Bucket, handle: Handle, result: torch.Tensor, scale: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, bucket: Bucket, handle: Waitable, result: torch.Tensor, scale: float, dtype: torch.dtype
+    ) -> None:
         self.bucket = bucket
         self._handle = handle
         self._result: torch.Tensor | None = result
@@ -36,18 +42,24 @@ class PendingReduction:
             bucket.reduced = result
         else:
             bucket.reduced.add_(result)
+        bucket.averaged = False
 
 
 class GradientExchange:
-    """Reduces buckets over one axis the way a policy says.
+    """Reduces buckets the way a policy says.
 
     The mean over n ranks with predivide factor f is computed as ``sum(g / f) * (f / n)``; the plain mean (f = 1) leaves
     the division to the collective, which does it in the precision that it adds in.
     """
 
-    def __init__(self, policy: Policy, axis: Axis) -> None:
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
         self._policy = policy
-        self._axis = axis
+        self._axis = ranks.reduce
+        self._nodes = ranks.reduce_nodes
+        self._replicas = ranks.replicas
+        self._codec = None if policy.reduce_rule is None else BlockCodec(policy.reduce_rule)
+        self._near = BlockCodec(NEAR)
+        self._errors = ErrorMemory(policy.error_feedback) if policy.error_feedback else None
 
     def accumulate_dtype(self, bucket: Bucket) -> torch.dtype:
         """The dtype that gradients of ``bucket`` are summed in."""
@@ -71,7 +83,43 @@ class GradientExchange:
             return PendingReduction(bucket, all_reduce(local, self._axis, op=op), local, scale, kept)
         whole = bucket.layout.shard_numel == bucket.numel
         output = local if whole else local.new_empty(bucket.layout.shard_numel)
+        if self._codec is not None and not whole:
+            return PendingReduction(bucket, self._encoded(bucket, output, local, op), output, scale, kept)
         return PendingReduction(bucket, reduce_scatter(output, local, self._axis, op=op), output, scale, kept)
+
+    def _encoded(self, bucket: Bucket, output: torch.Tensor, local: torch.Tensor, op: ReduceOp) -> Waitable:
+        assert self._codec is not None
+        codec, errors = self._codec, self._errors
+        return reduce_scatter_encoded(
+            output,
+            local,
+            self._nodes.within,
+            self._nodes.between,
+            codec,
+            near=self._near,
+            adjust=None if errors is None else lambda pieces: errors.compensate(bucket, pieces, codec),
+            op=op,
+        )
+
+    def step_taken(self, *, trusted: bool) -> None:
+        """One optimizer step is over; ``trusted`` tells whether its gradients were finite."""
+        if self._errors is not None:
+            self._errors.step_taken(trusted=trusted)
+
+    def average(self, bucket: Bucket) -> Handle:
+        """Reduce ``bucket.reduced`` over the replicas, in place. All of them must have it."""
+        if bucket.reduced is None:
+            bucket.reduced = torch.zeros(
+                bucket.master.numel(), dtype=self.accumulate_dtype(bucket), device=self._axis.device
+            )
+        bucket.averaged = True
+        return all_reduce(bucket.reduced, self._replicas, op=self._policy.reduce_op)
+
+    def unaverage(self, bucket: Bucket) -> None:
+        """Before more is added to gradients that are averaged: leave a share that the next average makes whole."""
+        if bucket.averaged and bucket.reduced is not None and self._policy.reduce_op == "sum":
+            bucket.reduced.div_(self._replicas.size)
+        bucket.averaged = False
 
     def reopen(self, bucket: Bucket) -> None:
         """Let a bucket that is reduced already take more gradients without a second buffer.
@@ -81,6 +129,7 @@ class GradientExchange:
         ranks contribute R, so a rank with nothing new, or that had R too late, does it when the bucket is sent. Not
         where the policy asks for a reduction per micro-batch: that promises the additions in that order.
         """
+        self.unaverage(bucket)
         if bucket.split or self._policy.reduces_every_micro_batch or bucket.reduced is None:
             return
         done, bucket.reduced = bucket.reduced, None

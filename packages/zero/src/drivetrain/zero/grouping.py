@@ -2,9 +2,9 @@
 
 The problem: one collective per parameter drowns in latency, one for the whole model cannot overlap with anything and
 needs the whole model in memory. The idea: models are towers of repeated blocks, so a block is the natural unit. It is
-found as an element of a ModuleList, ModuleDict or Sequential of which at least one sibling has the same class; what
-lies in no block belongs to the root unit, which is alive for the whole forward pass. A parameter that several
-units use (tied weights) belongs to the root for the same reason.
+found as an element of a ModuleList, ModuleDict or Sequential of which at least one sibling has the same class, or by a
+rule for leaves (see `leaf`); inside it nothing is split. What lies in no block belongs to the root unit, which is alive
+for the whole forward pass. A parameter that several units use (tied weights) belongs to the root for the same reason.
 
 Pure: reads the module tree and moves no data.
 """
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from drivetrain.zero.leaf import FOUND, LeafRule
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 MERGE_NUMEL = 4 << 20
@@ -62,30 +64,40 @@ def named_parameters(module: nn.Module) -> list[NamedParameter]:
     return [NamedParameter(found[key], tuple(names[key])) for key in found]
 
 
-def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated blocks of ``module`` with their names, in the order of the tree, each module once."""
+def find_blocks(module: nn.Module, leaf: LeafRule = FOUND) -> list[tuple[str, nn.Module]]:
+    """The outermost repeated blocks and leaves of ``module`` with their names, in the order of the tree, each once.
+
+    None where ``module`` is a leaf itself.
+    """
     seen: set[int] = set()
     blocks = []
-    for name, block in _walk_blocks(module, ""):
+    for name, block in _walk_blocks(module, "", leaf):
         if id(block) not in seen:
             seen.add(id(block))
             blocks.append((name, block))
     return blocks
 
 
-def _walk_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _walk_blocks(module: nn.Module, prefix: str, leaf: LeafRule) -> Iterator[tuple[str, nn.Module]]:
+    if leaf.matches(prefix, module):
+        return
     classes = Counter(type(child) for child in module.children()) if isinstance(module, CONTAINERS) else Counter()
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         repeated = classes[type(child)] >= 2 and not isinstance(child, CONTAINERS)
-        if repeated and next(child.parameters(), None) is not None:
+        if (repeated or leaf.matches(path, child)) and next(child.parameters(), None) is not None:
             yield path, child
         else:
-            yield from _walk_blocks(child, path)
+            yield from _walk_blocks(child, path, leaf)
 
 
 def group_parameters(
-    module: nn.Module, *, releases: bool, persistence_numel: int, persistence_total_numel: int | None
+    module: nn.Module,
+    *,
+    releases: bool,
+    persistence_numel: int,
+    persistence_total_numel: int | None,
+    leaf: LeafRule = FOUND,
 ) -> list[Group]:
     """Cut the parameters of ``module`` into the groups that communicate together, root first, then in tree order.
 
@@ -95,7 +107,7 @@ def group_parameters(
     """
     parameters = named_parameters(module)
     small = _small_parameters(parameters, persistence_numel, persistence_total_numel) if releases else set()
-    blocks = find_blocks(module)
+    blocks = find_blocks(module, leaf)
     home: dict[int, set[str]] = {}
     for path, block in blocks:
         for parameter in block.parameters():

@@ -154,6 +154,7 @@ class Hooks:
         residency: brings parameters in and lets them go.
         reducer: takes gradients.
         reduces: asks whether the current backward pass reduces gradients or only accumulates them.
+        closes: asks whether it is the last one before the optimizer step.
     """
 
     def __init__(
@@ -163,12 +164,14 @@ class Hooks:
         residency: Residency,
         reducer: GradientReducer,
         reduces: Callable[[], bool],
+        closes: Callable[[], bool],
     ) -> None:
         self._root = root
         self._units = units
         self._residency = residency
         self._reducer = reducer
         self._reduces = reduces
+        self._closes = closes
         self._handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # autograd forgets one that nobody holds, and its hooks with it
         self.backward = BackwardPass(self._begin_backward, self._end_backward, self._abandon_backward)
@@ -351,7 +354,7 @@ class Hooks:
             self._residency.done(unit)
 
     def _end_backward(self) -> None:
-        self._reducer.finish_backward(reduces=self._reduces())
+        self._reducer.finish_backward(reduces=self._reduces(), closes=self._closes())
         self._release_all()
 
     def _release_all(self) -> None:

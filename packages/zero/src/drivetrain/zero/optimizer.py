@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from drivetrain.comm import Handle, all_gather_object, all_reduce
+from drivetrain.comm import Waitable, all_gather_object, all_reduce
 from drivetrain.kernels import Lion
 from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
@@ -178,6 +178,7 @@ class ShardedOptimizer:
         count = len(self.optimizer.param_groups)
         held = dict(self.optimizer.state)
         self.optimizer.state.clear()
+        self._tensors: dict[int, torch.Tensor] = {}
         self.names: list[list[str]] = [[] for _ in range(count)]
         sub_groups = []
         for bucket in self.sharded.trainable_buckets:
@@ -193,6 +194,7 @@ class ShardedOptimizer:
                     if slot.parameter in held:
                         self.optimizer.state[shaped] = _cut_state(held[slot.parameter], slot, piece, shaped)
                     parts[index].append(_Part(slot, slot_index, piece, shaped))
+                    self._tensors[id(slot.parameter)] = shaped
             sub_groups.append(_SubGroup(bucket, tuple(map(tuple, parts))))
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] = [part.tensor for sub in sub_groups for part in sub.parts[index]]
@@ -221,6 +223,11 @@ class ShardedOptimizer:
             NonFiniteGradientError: steps were skipped too often in a row.
         """
         sharded = self.sharded
+        if any(unit.pins for unit in sharded.units):
+            raise RuntimeError(
+                f"rank {sharded.axis.world.rank}: step() inside a `gathered` context, whose whole parameters would be "
+                "out of date; leave the context first"
+            )
         sharded.hooks.backward.settle()
         sharded.residency.release_all()
         sharded.reducer.drain()
@@ -245,6 +252,7 @@ class ShardedOptimizer:
         squares = own_square_sum(buckets, device)
         survey = torch.cat((squares.view(1), torch.tensor(flags, dtype=torch.float64, device=device)))
         all_reduce(survey, sharded.axis).wait()
+        all_reduce(survey, sharded.ranks.replicas, op="max").wait()  # their norms are the same, what they used is not
         total, *counts = survey.tolist()
         unsent = [count > 0 for count in counts[: len(buckets)]]
         if any(unsent):
@@ -283,6 +291,7 @@ class ShardedOptimizer:
                 "learning rate, check the inputs of the last batches for NaN, or clip gradients."
             )
         self.sharded.reducer.clear()
+        self.sharded.reducer.step_taken(trusted=False)
         self.scaler.update(overflow=True)
         return StepResult(
             stepped=False,
@@ -305,7 +314,7 @@ class ShardedOptimizer:
         return f"'{everywhere[0]}'" if everywhere else "none that the optimizer updates"
 
     def _update(self, factor: float) -> None:
-        arriving: list[Handle] = []
+        arriving: list[Waitable] = []
         written: list[dict[str, Any]] = []
         batches = [[sub] for sub in self._sub_groups] if self._elementwise else [self._sub_groups]
         for batch in batches:
@@ -320,12 +329,13 @@ class ShardedOptimizer:
                 bucket.publish_master()
                 self._tell_autograd(bucket)
                 if bucket.resident and bucket.split:
-                    arriving.append(bucket.gather(self.sharded.axis))
+                    arriving.append(self.sharded.parameters.start(bucket))
         for group, copy in zip(self.optimizer.param_groups, written, strict=True):
             group.update((key, value) for key, value in copy.items() if key != "params")
         for handle in arriving:
             handle.wait()
         self.sharded.reducer.clear()
+        self.sharded.reducer.step_taken(trusted=True)
 
     @staticmethod
     def _tell_autograd(bucket: Bucket) -> None:
@@ -376,6 +386,12 @@ class ShardedOptimizer:
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """The optimizer's state of this rank's slice of ``parameter``, live; empty before the first step."""
+        tensor = self._tensors.get(id(parameter))
+        state: dict[str, Any] = {} if tensor is None else self.optimizer.state.get(tensor, {})
+        return state
+
     def _parts(self) -> Iterator[tuple[Bucket, _Part, Piece]]:
         """Every part with its bucket and with what of it this rank writes to a checkpoint."""
         for sub in self._sub_groups:
@@ -419,20 +435,26 @@ class ShardedOptimizer:
         For saving, ranks give disjoint slices; for loading, each gives all that it wants filled.
         """
         slices: dict[str, FlatSlice] = {}
+        writes = self.sharded.ranks.writes
         for bucket, part, own in self._parts():
             for key, value in self.optimizer.state.get(part.tensor, {}).items():
                 name, kind = f"{part.slot.name}/{key}", _kind(key, value, part.tensor)
                 if kind != "elementwise":
                     scalar = value if kind == "tensor" else self._scalar(part.tensor, key, value)
                     first = own.numel > 0 and own.start == 0
-                    slices[name] = FlatSlice(data=scalar.view(-1), offset=0, shape=torch.Size(()), writes=first)
+                    slices[name] = FlatSlice(
+                        data=scalar.view(-1), offset=0, shape=torch.Size(()), writes=first and writes
+                    )
                 elif bucket.split or purpose == "load":
                     slices[name] = FlatSlice(
-                        data=value.view(-1), offset=part.piece.start, shape=part.slot.shape, writes=bucket.split
+                        data=value.view(-1),
+                        offset=part.piece.start,
+                        shape=part.slot.shape,
+                        writes=bucket.split and writes,
                     )
                 else:
                     data = value.view(-1)[own.start : own.start + own.numel]
-                    slices[name] = FlatSlice(data=data, offset=own.start, shape=part.slot.shape)
+                    slices[name] = FlatSlice(data=data, offset=own.start, shape=part.slot.shape, writes=writes)
         return slices
 
     def _scalar(self, tensor: torch.Tensor, key: str, value: float) -> torch.Tensor:

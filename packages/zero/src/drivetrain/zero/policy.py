@@ -12,8 +12,30 @@ from typing import Literal
 
 import torch
 
+from drivetrain.kernels import QuantizationRule
+from drivetrain.zero.leaf import FOUND, LeafRule
+
 ReduceOp = Literal["mean", "sum"]
 HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFeedback:
+    """What quantisation lost is kept, in int8, and added to the next gradient (LoCo, arXiv:2407.04480).
+
+    Attributes:
+        beta: how much of the kept error stays: ``error = beta * error + (1 - beta) * lost``.
+        reset_every: forget the error after this many optimizer steps; None never.
+    """
+
+    beta: float = 0.8
+    reset_every: int | None = 1024
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.beta < 1.0:
+            raise ValueError(f"error feedback: beta must lie in [0, 1), got {self.beta}")
+        if self.reset_every is not None and self.reset_every < 1:
+            raise ValueError(f"error feedback: reset_every must be at least 1, got {self.reset_every}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +60,16 @@ class Policy:
         max_reuse_numel: at stage 3, keep a unit's parameters between two uses if at most this many elements are
             gathered in between. 0 keeps a unit only if the very next use is its own; -1 always releases.
         max_live_numel: at stage 3, never keep more elements than this for reuse; None means no bound.
+        leaf: which modules are gathered as a whole at stage 3, whatever runs inside them.
+        gather_rule: at stage 3, how parameters are quantised to be gathered (qwZ of ZeRO++); None sends them as they
+            are.
+        reduce_rule: from stage 1 on, how gradients are quantised to be reduced (qgZ); None sends them as they are.
+        error_feedback: what quantisation took from a gradient is added to the next one (LoCo).
+        node_ranks: neighbours along the shard axis that are close to each other; None: all of them. Quantised
+            reductions go within nodes first and between them after.
+        secondary_ranks: at stage 3, a second copy of the parameters is split over this many ranks, which then gather
+            from it until the next step (hpZ); 1 for none, else equal to ``node_ranks``.
+        gather_in_two: gather between nodes first and within them after, so that every byte crosses once.
         overlap: reduce while backward still computes (True) or when it has ended (False).
     """
 
@@ -54,6 +86,13 @@ class Policy:
     prefetch_numel: int | None = None
     max_reuse_numel: int = 0
     max_live_numel: int | None = None
+    leaf: LeafRule = FOUND
+    gather_rule: QuantizationRule | None = None
+    reduce_rule: QuantizationRule | None = None
+    error_feedback: ErrorFeedback | None = None
+    node_ranks: int | None = None
+    secondary_ranks: int = 1
+    gather_in_two: bool = False
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -67,10 +106,29 @@ class Policy:
             raise ValueError(f"bucket_numel must be at least 1, got {self.bucket_numel}")
         if self.persistence_numel < 0:
             raise ValueError(f"persistence_numel cannot be negative, got {self.persistence_numel}")
+        self._check_compression()
         for name in ("param_dtype", "reduce_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
+
+    def _check_compression(self) -> None:
+        if self.stage < 3 and (self.gather_rule or self.secondary_ranks > 1 or self.gather_in_two):
+            raise ValueError(
+                f"gather_rule, secondary_ranks and gather_in_two change how parameters are gathered, and ZeRO stage "
+                f"{self.stage} keeps them whole; use stage 3, or leave these out"
+            )
+        if self.stage < 1 and self.reduce_rule:
+            raise ValueError("reduce_rule quantises gradients on the way to their owner; stage 0 has none: use stage 1")
+        if self.error_feedback and not self.reduce_rule:
+            raise ValueError("error_feedback makes up for quantised gradients; give a reduce_rule too")
+        if self.node_ranks is not None and self.node_ranks < 1:
+            raise ValueError(f"node_ranks must be at least 1, got {self.node_ranks}")
+        if self.secondary_ranks != 1 and self.secondary_ranks != self.node_ranks:
+            raise ValueError(
+                f"secondary_ranks is {self.secondary_ranks} and node_ranks {self.node_ranks}; the second copy is split "
+                "over the ranks of a node, so they must be equal"
+            )
 
     @property
     def splits_optimizer(self) -> bool:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drivetrain.comm import Axis, broadcast
+from drivetrain.comm import Handle, broadcast
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.exchange import GradientExchange, PendingReduction
+from drivetrain.zero.ranks import Ranks
 
 IN_FLIGHT = 2
 """Reductions under way at once: each holds its bucket's gradients, so more of them would cost memory for no overlap."""
@@ -54,20 +55,21 @@ class GradientReducer:
     Args:
         buckets: the trainable buckets, in model order.
         exchange: how a bucket is reduced.
-        axis: the ranks; reductions have this channel to themselves.
+        ranks: the ranks that train.
         overlap: send buckets during backward rather than at its end.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], exchange: GradientExchange, axis: Axis, *, overlap: bool) -> None:
+    def __init__(self, buckets: Sequence[Bucket], exchange: GradientExchange, ranks: Ranks, *, overlap: bool) -> None:
         self._lanes = [_Lane(bucket, _gaps(bucket)) for bucket in buckets]
         self._exchange = exchange
-        self._axis = axis
+        self._ranks = ranks
         self._overlap = overlap
         self._order = list(reversed(range(len(buckets))))
         self._turn = 0
         self._observed: list[int] = []
         self._agreed = len(buckets) < 2
         self._pending: deque[PendingReduction] = deque()
+        self._averaging: list[Handle] = []
 
     @torch.no_grad()
     def take(self, lane_index: int, slot_index: int, gradient: torch.Tensor, *, reduces: bool) -> None:
@@ -96,18 +98,21 @@ class GradientReducer:
         bucket = lane.bucket
         if bucket.local is not None:
             return
+        self._finish_averaging()
         self._exchange.reopen(bucket)
         if bucket.local is not None:
             lane.filled = [True] * len(bucket.slots)
             return
         dtype = self._exchange.accumulate_dtype(bucket)
-        bucket.local = torch.empty(bucket.numel, dtype=dtype, device=self._axis.device)
+        bucket.local = torch.empty(bucket.numel, dtype=dtype, device=self._ranks.shard.device)
         lane.filled = [False] * len(bucket.slots)
 
-    def finish_backward(self, *, reduces: bool) -> None:
-        """The backward pass has ended: send what has not been sent."""
+    def finish_backward(self, *, reduces: bool, closes: bool) -> None:
+        """The backward pass has ended: send what has not been sent, and if it closes the step, tell the replicas."""
         if reduces:
             self._send_in_turn(only_full=False)
+            if closes:
+                self.average_replicas()
         self._turn = 0
         for lane in self._lanes:
             lane.arrived.clear()
@@ -115,7 +120,7 @@ class GradientReducer:
 
     def abandon_backward(self) -> None:
         """The backward pass died of an exception: forget its progress, and every gradient of the current step."""
-        self.finish_backward(reduces=False)
+        self.finish_backward(reduces=False, closes=False)
         self.drain()
         self.clear()
 
@@ -138,6 +143,7 @@ class GradientReducer:
                 bucket.local[gap].zero_()
         while len(self._pending) >= IN_FLIGHT or any(pending.bucket is bucket for pending in self._pending):
             self._pending.popleft().wait()
+        self._finish_averaging()
         self._exchange.reopen(bucket)
         self._pending.append(self._exchange.start(bucket))
 
@@ -145,6 +151,21 @@ class GradientReducer:
         """Block until every reduction under way has completed."""
         while self._pending:
             self._pending.popleft().wait()
+        self._finish_averaging()
+
+    def _finish_averaging(self) -> None:
+        while self._averaging:
+            self._averaging.pop().wait()
+
+    def average_replicas(self) -> None:
+        """Start to reduce over the replicas what is reduced within each of them only. Collective."""
+        if self._ranks.replicas.size == 1:
+            return
+        self.drain()
+        for index in self._order:
+            bucket = self._lanes[index].bucket
+            if not bucket.averaged:
+                self._averaging.append(self._exchange.average(bucket))
 
     @property
     def holds_gradients(self) -> bool:
@@ -153,14 +174,17 @@ class GradientReducer:
         return bool(self._pending) or any(b.local is not None or b.reduced is not None for b in buckets)
 
     def unsent(self) -> list[bool]:
-        """For each bucket, whether this rank holds gradients of it that have not been reduced."""
-        return [lane.bucket.local is not None for lane in self._lanes]
+        """For each bucket, whether this rank holds gradients of it that have not been reduced over all ranks."""
+        replicated = self._ranks.replicas.size > 1
+        buckets = [lane.bucket for lane in self._lanes]
+        return [b.local is not None or (replicated and b.reduced is not None and not b.averaged) for b in buckets]
 
     def reduce(self, which: Sequence[bool]) -> None:
         """Reduce the buckets that any rank holds gradients of; all ranks must pass the same ``which``."""
         for index in self._order:
             if which[index]:
                 self._send(self._lanes[index])
+        self.average_replicas()
         self.drain()
 
     def agree_on_order(self) -> None:
@@ -168,14 +192,19 @@ class GradientReducer:
         if self._agreed:
             return
         rest = [index for index in self._order if index not in self._observed]
-        order = torch.tensor(self._observed + rest, dtype=torch.int64, device=self._axis.device)
-        broadcast(order, self._axis).wait()
+        order = torch.tensor(self._observed + rest, dtype=torch.int64, device=self._ranks.shard.device)
+        broadcast(order, self._ranks.everyone).wait()
         self._order = order.tolist()
         self._agreed = True
+
+    def step_taken(self, *, trusted: bool) -> None:
+        """The optimizer has used the gradients, or (``trusted=False``) found them useless."""
+        self._exchange.step_taken(trusted=trusted)
 
     def clear(self) -> None:
         """Forget all gradients."""
         for lane in self._lanes:
             lane.bucket.local = None
             lane.bucket.reduced = None
+            lane.bucket.averaged = False
             lane.bucket.used = [False] * len(lane.bucket.slots)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from drivetrain.comm import Axis
 from drivetrain.zero.order import Phase, UseOrder
 from drivetrain.zero.policy import Policy
 from drivetrain.zero.unit import Unit
@@ -18,16 +17,14 @@ class Residency:
 
     Args:
         units: every unit, at its own index.
-        axis: the ranks that units are split over; gathers have this channel to themselves.
         policy: budgets for prefetch and reuse.
 
     Attributes:
         held: the end of a use releases nothing, until `release_all`. For graphs that no hook sees: backward's own.
     """
 
-    def __init__(self, units: Sequence[Unit], axis: Axis, policy: Policy) -> None:
+    def __init__(self, units: Sequence[Unit], policy: Policy) -> None:
         self._units = units
-        self._axis = axis
         self._policy = policy
         self.order = UseOrder()
         self.held = False
@@ -35,13 +32,13 @@ class Residency:
     def need(self, unit: Unit, phase: Phase) -> None:
         """Return once ``unit`` is readable; send for what is expected next."""
         self.order.record(unit.index, phase)
-        unit.start_gather(self._axis)
+        unit.start_gather()
         self._prefetch(unit)
         unit.finish_gather()
 
     def restore(self, unit: Unit) -> None:
         """Return once ``unit``, which was let go too early, is readable again. Nothing to go by the next time."""
-        unit.start_gather(self._axis)
+        unit.start_gather()
         unit.finish_gather()
 
     def _prefetch(self, current: Unit) -> None:
@@ -54,7 +51,7 @@ class Residency:
             ahead += unit.numel
             if budget is not None and ahead > budget:
                 return
-            unit.start_gather(self._axis)
+            unit.start_gather()
             if budget is None:
                 return
 

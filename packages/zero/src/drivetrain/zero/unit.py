@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from drivetrain.comm import Axis, Handle
+from drivetrain.comm import Waitable
 from drivetrain.zero.bucket import Bucket
+from drivetrain.zero.fetch import ParameterExchange
 
 
 class Call:
@@ -36,20 +37,30 @@ class Unit:
         open_calls: calls that the current backward pass has entered by an output and not left by all inputs.
         unseen: there was a call whose outputs hide their tensors, so that backward comes without a sign.
         missing: gradients of parameters still to come in this backward pass.
+        pins: how many contexts ask for the parameters to stay whole.
     """
 
-    def __init__(self, index: int, name: str, modules: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        modules: Sequence[nn.Module],
+        buckets: Sequence[Bucket],
+        exchange: ParameterExchange,
+    ) -> None:
         self.index = index
         self.name = name
         self.modules = tuple(modules)
         self.buckets = tuple(buckets)
+        self._exchange = exchange
         self.resident = all(b.resident for b in buckets)
         self.live = self.resident
         self.call = Call()
         self.open_calls: set[Call] = set()
         self.unseen = False
         self.missing = 0
-        self._handles: list[Handle] | None = None
+        self.pins = 0
+        self._handles: list[Waitable] | None = None
 
     @property
     def numel(self) -> int:
@@ -70,10 +81,12 @@ class Unit:
         """As far as hooks tell, the current backward pass will not read the parameters again."""
         return self.missing <= 0 and not self.open_calls and not self.unseen
 
-    def start_gather(self, axis: Axis) -> None:
-        """Send for the parameters unless they are here or under way."""
+    def start_gather(self, *, exact: bool = False) -> None:
+        """Send for the parameters unless they are here or under way; ``exact``: as they are stored."""
+        if exact and self._exchange.lossy:
+            self.release()
         if not self.live and self._handles is None:
-            self._handles = [bucket.gather(axis) for bucket in self.buckets]
+            self._handles = [self._exchange.start(bucket, exact=exact) for bucket in self.buckets]
 
     def finish_gather(self) -> None:
         """Block until the parameters are here, and make them readable."""
@@ -91,7 +104,7 @@ class Unit:
         if self.resident:
             return
         self.finish_gather()
-        if self.live:
+        if self.live and not self.pins:
             for bucket in self.buckets:
                 bucket.release()
             self.live = self.unseen = False

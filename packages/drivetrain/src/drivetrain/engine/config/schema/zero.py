@@ -292,10 +292,7 @@ class ZeroOptimization(Section):
         Count,
         Key(
             "Modules with fewer elements per descendant are gathered as one.",
-            PLANNED,
             aliases=("stage3_module_granularity_threshold",),
-            feature="gathering small modules together by a threshold",
-            instead="remove the key: repeated blocks are already gathered as one unit",
         ),
     ] = 0
     use_all_reduce_for_fetch_params: Annotated[
@@ -340,37 +337,37 @@ class ZeroOptimization(Section):
     zero_hpz_partition_size: Annotated[
         Positive,
         Key(
-            "Ranks that hold a second copy of the parameters (ZeRO++).",
-            PLANNED,
-            feature="hierarchical partitioning (ZeRO++ hpZ)",
+            "Ranks over which a second copy of the parameters is split (ZeRO++ hpZ), at stage 3.",
+            differs="Backward and further micro-batches both gather from the second copy.",
         ),
     ] = 1
-    zero_quantized_weights: Annotated[
-        Flag, Key("All-gather int8 weights (ZeRO++).", PLANNED, feature="quantised all-gather of weights (ZeRO++ qwZ)")
-    ] = False
+    zero_quantized_weights: Annotated[Flag, Key("All-gather int8 weights (ZeRO++ qwZ), at stage 3.")] = False
     zero_quantized_nontrainable_weights: Annotated[
         Flag, Key("Hold frozen weights in int8.", PLANNED, feature="holding frozen weights quantised")
     ] = False
     zero_quantized_gradients: Annotated[
-        Flag, Key("Reduce int4 gradients (ZeRO++).", PLANNED, feature="quantised reduction of gradients (ZeRO++ qgZ)")
+        Flag,
+        Key(
+            "Reduce int4 gradients (ZeRO++ qgZ), from stage 1 on.",
+            differs="Within a node gradients travel as int8, and are int4 between nodes only; upstream wants stage 3.",
+        ),
     ] = False
     zeropp_loco_param: Annotated[
         LoCo | None,
         Key(
-            "Error feedback for quantised gradients.", PLANNED, feature="error feedback for quantised gradients (LoCo)"
+            "Error feedback for quantised gradients (LoCo).",
+            differs="`reset_T` counts optimizer steps; upstream counts calls, so its interval depends on the model.",
         ),
     ] = None
     mics_shard_size: Annotated[
         Integer,
         Key(
-            "Ranks that share one copy of the model (MiCS); -1 is all.",
-            PLANNED,
-            feature="sharding within groups of ranks (MiCS)",
-            inert=(0,),
+            "Ranks that share one copy of the model (MiCS), with replicas of it on the others; -1 or 0 is all.",
+            differs="Works at every stage, and a checkpoint loads at any other size.",
         ),
     ] = -1
     mics_hierarchical_params_gather: Annotated[
-        Flag, Key("Gather in two steps, within and between nodes (MiCS).", PLANNED, feature="two-step gathering (MiCS)")
+        Flag, Key("Gather in two steps, between and within nodes (MiCS), at stage 3.")
     ] = False
     memory_efficient_linear: Annotated[
         Flag,
@@ -397,7 +394,11 @@ class ZeroOptimization(Section):
     ] = False
     leaf_module: Annotated[
         LeafModule,
-        Key("Modules that are gathered as a whole.", PLANNED, feature="choosing leaf modules in the configuration"),
+        Key(
+            "Modules that are gathered as a whole.",
+            differs="Repeated blocks, and modules that pick among experts, are leaves without being named. A class or "
+            "name that matches nothing is an error.",
+        ),
     ] = Field(default_factory=LeafModule)
 
 

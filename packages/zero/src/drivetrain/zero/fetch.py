@@ -1,0 +1,51 @@
+"""How a released bucket's parameters come back: from all shards, plain or quantised, in one hop or two, or from nearby.
+
+With a second copy of the shards within each node (hpZ of ZeRO++, arXiv:2306.10209), the first gather after an optimizer
+step crosses between nodes and fills it, and every further one (backward, the next micro-batch) stays within the node.
+Quantised gathers (qwZ) give every rank the same values, which are not quite the optimizer's: who wants those, to show
+or to change them, asks for an exact gather.
+"""
+
+from __future__ import annotations
+
+from drivetrain.comm import Staged, Waitable, all_gather, all_gather_encoded, all_gather_in_two
+from drivetrain.zero.bucket import Bucket
+from drivetrain.zero.codec import BlockCodec
+from drivetrain.zero.policy import Policy
+from drivetrain.zero.ranks import Ranks
+
+
+class ParameterExchange:
+    """Gathers buckets the way a policy says."""
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        self._axis = ranks.shard
+        self._nodes = ranks.gather_nodes
+        self._in_two = policy.gather_in_two
+        self._codec = None if policy.gather_rule is None else BlockCodec(policy.gather_rule)
+        self._seconds = policy.secondary_ranks > 1
+
+    @property
+    def lossy(self) -> bool:
+        """What is gathered is not exactly what is stored."""
+        return self._codec is not None
+
+    def start(self, bucket: Bucket, *, exact: bool = False) -> Waitable:
+        """Send for the whole of ``bucket``. Call `Bucket.attach` after waiting, if it was released."""
+        bucket.make_room()
+        if bucket.resident:
+            return all_gather(bucket.full, bucket.shard, self._axis)
+        if self._seconds and bucket.secondary is not None and not (exact and self.lossy):
+            return all_gather(bucket.full, bucket.secondary, self._nodes.within)
+        first = self._from_all(bucket, None if exact else self._codec)
+        if not self._seconds or exact:
+            return first
+        return Staged(first, lambda: bucket.keep_second_copy(self._nodes.within))
+
+    def _from_all(self, bucket: Bucket, codec: BlockCodec | None) -> Waitable:
+        within, between = self._nodes.within, self._nodes.between
+        if self._in_two and within.size > 1 and between.size > 1:
+            return all_gather_in_two(bucket.full, bucket.shard, within, between, codec)
+        if codec is not None:
+            return all_gather_encoded(bucket.full, bucket.shard, self._axis, codec)
+        return all_gather(bucket.full, bucket.shard, self._axis)

@@ -1,0 +1,103 @@
+"""Whole parameters for a while: to look at them, or to change them.
+
+    with gathered(sharded, [model.embed.weight]):
+        print(model.embed.weight.norm())
+
+    with gathered(sharded, model.head.parameters(), modifier_rank=0), torch.no_grad():
+        if rank == 0:
+            model.head.weight.zero_()               # what this rank writes becomes everybody's
+
+Edits are kept. With ``modifier_rank`` that rank's values win; without, every rank must have made the same edit, and one
+that differs is an error on all of them: silently keeping each rank's own slice would leave a model that nobody wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from drivetrain.comm import broadcast
+from drivetrain.zero.agreement import require_same
+from drivetrain.zero.api import ShardedModule
+from drivetrain.zero.bucket import Bucket, Slot
+from drivetrain.zero.unit import Unit
+
+
+@contextmanager
+def gathered(
+    sharded: ShardedModule,
+    parameters: torch.nn.Parameter | torch.nn.Module | Iterable[torch.nn.Parameter],
+    *,
+    modifier_rank: int | None = None,
+) -> Iterator[None]:
+    """Keep ``parameters`` whole within the context, and keep what is written to them in place. Collective.
+
+    Works at every stage; forward passes inside are fine, optimizer steps are not. Parameters come and go by unit: those
+    of the same block are whole as well, but edits to them are lost, so name all that you edit.
+
+    Args:
+        sharded: the module.
+        parameters: one, several, or all those of a module.
+        modifier_rank: the rank, among all that train the module, whose values become everybody's. None: edits must be
+            the same on all ranks.
+
+    Raises:
+        KeyError: a parameter does not belong to the module.
+        ValueError: ranks made different edits (at stage 3 all are dropped; below it each rank keeps its own, and
+            training cannot go on from them). Or there is no such rank.
+    """
+    everyone = sharded.ranks.everyone
+    if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:
+        raise ValueError(f"modifier_rank must be one of the {everyone.size} ranks, got {modifier_rank}")
+    chosen = _find(sharded, parameters)
+    units = {id(unit): unit for unit, _, _ in chosen}.values()
+    buckets = {id(bucket): bucket for _, bucket, _ in chosen}.values()
+    sharded.hooks.backward.settle()
+    for unit in units:
+        unit.pins += 1
+        unit.start_gather(exact=True)
+    for unit in units:
+        unit.finish_gather()
+    try:
+        yield
+        _agree([slot for _, _, slot in chosen], sharded, modifier_rank)
+        for bucket in buckets:
+            bucket.adopt_whole()
+    finally:
+        for unit in units:
+            unit.pins -= 1
+            unit.release()
+
+
+def _find(
+    sharded: ShardedModule, parameters: torch.nn.Parameter | torch.nn.Module | Iterable[torch.nn.Parameter]
+) -> list[tuple[Unit, Bucket, Slot]]:
+    if isinstance(parameters, torch.nn.Parameter):
+        parameters = [parameters]
+    elif isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    wanted = {id(parameter): parameter for parameter in parameters}
+    found = [
+        (unit, bucket, slot)
+        for unit in sharded.units
+        for bucket in unit.buckets
+        for slot in bucket.slots
+        if wanted.pop(id(slot.parameter), None) is not None
+    ]
+    if wanted:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in wanted.values())
+        raise KeyError(
+            f"rank {sharded.axis.world.rank}: {len(wanted)} of the parameters do not belong to the sharded "
+            f"{type(sharded.module).__name__}; their shapes: {shapes}"
+        )
+    return found
+
+
+def _agree(slots: list[Slot], sharded: ShardedModule, modifier_rank: int | None) -> None:
+    if modifier_rank is None:
+        require_same({slot.name: slot.whole for slot in slots}, sharded.ranks.everyone)
+        return
+    for slot in slots:
+        broadcast(slot.whole.view(-1), sharded.ranks.everyone, src=modifier_rank).wait()
