@@ -26,6 +26,7 @@ from drivetrain.engine.lr import Schedule, build_schedule
 from drivetrain.engine.monitor import EventCsvSink, PhaseTimers, SinkGroup
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optimizers import Parameters, build_optimizer
+from drivetrain.kernels import SharedMemoryGroup
 from drivetrain.zero import LossScalePolicy, LossScaler, Policy, ShardedModule, ShardedOptimizer, shard
 
 log = logging.getLogger("drivetrain.engine")
@@ -68,7 +69,7 @@ def assemble(
 ) -> Parts:
     """Put the parts of an engine together. Collective."""
     config = config if isinstance(config, Config) else load(config)
-    mesh = mesh or Mesh.create(init())
+    mesh = mesh or Mesh.create(init(), shared_memory=SharedMemoryGroup)
     _start_logging(config, mesh)
     batch = config.resolve_batch(mesh.sizes["shard"])
     _seed(config, mesh)
