@@ -238,7 +238,7 @@ void bind_files(py::module_& module) {
 
 [[noreturn]] void raise_os_error(const std::system_error& failure) {
     const py::object error = py::reinterpret_borrow<py::object>(PyExc_OSError)(failure.code().value(), std::string(failure.what()));
-    PyErr_SetObject(PyExc_OSError, error.ptr());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());  // OSError makes itself one of its subclasses
     throw py::error_already_set();
 }
 

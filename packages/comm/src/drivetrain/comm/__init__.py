@@ -16,15 +16,19 @@ from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.ledger import Ledger, LedgerEntry
 from drivetrain.comm.mesh import AXES, Axis, Mesh
 from drivetrain.comm.setup import World, init, shutdown
+from drivetrain.comm.shared_memory import SHARED_MEMORY_VARIABLE, SharedGroup, SharedMemory
 
 __all__ = [
     "AXES",
+    "SHARED_MEMORY_VARIABLE",
     "Axis",
     "CollectiveError",
     "Handle",
     "Ledger",
     "LedgerEntry",
     "Mesh",
+    "SharedGroup",
+    "SharedMemory",
     "World",
     "all_gather",
     "all_gather_object",

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-VARIABLE: Final = "DRIVETRAIN_SHARED_MEMORY"
+SHARED_MEMORY_VARIABLE: Final = "DRIVETRAIN_SHARED_MEMORY"
 """The environment variable that switches shared memory off: 0 on any rank does it for the axes that it is on."""
 
 _RECORD_BYTES: Final = 1024
@@ -112,10 +112,12 @@ def connect(
 def _refusal(shared_memory: SharedMemory | None) -> str:
     if shared_memory is None:
         return "Mesh.create was given no shared_memory"
-    setting = os.environ.get(VARIABLE, "1")
+    setting = os.environ.get(SHARED_MEMORY_VARIABLE, "1")
     if setting not in ("0", "1"):
-        raise ValueError(f"{VARIABLE}={setting!r} is neither 1 (the default) nor 0, which switches shared memory off")
-    return f"{VARIABLE}=0 switches it off" if setting == "0" else ""
+        raise ValueError(
+            f"{SHARED_MEMORY_VARIABLE}={setting!r} is neither 1 (the default) nor 0, which switches shared memory off"
+        )
+    return f"{SHARED_MEMORY_VARIABLE}=0 switches it off" if setting == "0" else ""
 
 
 def _exchange(record: bytes, group: dist.ProcessGroup, size: int) -> list[bytes]:

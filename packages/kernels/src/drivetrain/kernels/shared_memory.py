@@ -81,7 +81,7 @@ def shared_memory_refusal() -> str:
         CORE.module.SharedMemoryEndpoint(slot_bytes=_LINE, slots=2).close()
         _host()
     except OSError as error:
-        return str(error)
+        return _text(error)
     return ""
 
 
@@ -142,13 +142,13 @@ class SharedMemoryWork:
         if not self.done():
             self._group._wait_for(self._native)
         self._tensors = ()
-        self._group._forget(self)
+        self._group._forget_done()
         self.failure = self._group._failure(self._native)
         if self.failure is not None:
             raise SharedMemoryError(f"{self._label} failed on rank {self._group.rank}: {self.failure}")
 
 
-def _close(native: Any, works: dict[int, SharedMemoryWork]) -> None:
+def _close(native: Any, works: list[SharedMemoryWork]) -> None:
     """Runs when the group is dropped and at exit: `works` keep their tensors alive until nothing is under way."""
     native.close()
     works.clear()
@@ -195,7 +195,7 @@ class SharedMemoryGroup:
         self.size = size
         self._timeout = timeout
         self._owner = os.getpid()
-        self._works: dict[int, SharedMemoryWork] = {}
+        self._works: list[SharedMemoryWork] = []
         self._native = _connected(rank, exchange, slot_bytes, slots)
         self._finalizer = weakref.finalize(self, _close, self._native, self._works)
 
@@ -285,14 +285,13 @@ class SharedMemoryGroup:
             op=_OPS.index(op) if op else 0,
             root=root,
         )
-        for work in [work for work in self._works.values() if work.done()]:
-            self._forget(work)
+        self._forget_done()
         work = SharedMemoryWork(self, native, label, (output, input))
-        self._works[id(work)] = work
+        self._works.append(work)
         return work
 
-    def _forget(self, work: SharedMemoryWork) -> None:
-        self._works.pop(id(work), None)
+    def _forget_done(self) -> None:
+        self._works[:] = [work for work in self._works if not work.done()]
 
     def _wait_for(self, native: Any) -> None:
         """Block until it has ended, which a wait without progress for too long brings about."""
@@ -353,7 +352,7 @@ def _connected(rank: int, exchange: Callable[[bytes], Sequence[bytes]], slot_byt
             native = _endpoint(slot_bytes, slots)
             mine.update(host=_host(), address=native.address())
         except OSError as error:
-            mine["refusal"] = str(error)
+            mine["refusal"] = _text(error)
     everyone = [json.loads(text) for text in exchange(json.dumps(mine).encode())]
     problem = _disagreement(everyone)
     if not problem and native is not None:
@@ -375,8 +374,12 @@ def _connect(native: Any, rank: int, addresses: list[tuple[int, ...]]) -> str:
     try:
         native.connect(rank, addresses)
     except OSError as error:
-        return str(error)
+        return _text(error)
     return ""
+
+
+def _text(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _refused(refusals: list[str]) -> str:
