@@ -1,11 +1,11 @@
-"""Drivetrain's collectives on gloo beside torch.distributed's own, in one run.
+"""Drivetrain's collectives, over shared memory and over gloo, beside torch.distributed's own on gloo, in one run.
 
-Both run on the same ranks, in turn, call by call, so that a change in the machine's load meets both. One sample is
-the time from a barrier until the slowest rank has its result. Ratios are of medians: torch's time over ours, so above
-1 we are faster. Memory is the growth of the peak resident set during a call, in units of the whole buffer, the
-largest over the ranks (Linux only).
+All run on the same ranks, in turn, call by call, so that a change in the machine's load meets all. One sample is the
+time from a barrier until the slowest rank has its result. Ratios are formed call by call, against shared memory (the
+other's time over its time, so above 1 it is faster), and given as median and quartiles. Memory is the growth of the
+peak resident set during a call, in units of the whole buffer, the largest over the ranks (Linux only).
 
-    python benchmarks/comm/run.py [--ranks 2 4] [--megabytes 1 8 64] [--dtypes float32 bfloat16] [--samples 15]
+    python benchmarks/comm/run.py [--ranks 2 4] [--megabytes 0.0625 1 8 100] [--dtypes float32 bfloat16] [--samples 15]
     [--name NAME]
 
 Writes results/NAME.json and results/NAME.md beside this file.
@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from drivetrain import comm
+from drivetrain.kernels import SharedMemoryGroup, shared_memory_refusal
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -47,21 +48,17 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One operation at one size. Times in milliseconds, spread as the quartiles; memory in units of the whole
-    buffer.
+    """One operation at one size. By contender: times in milliseconds, how often its time is that of the first one
+    (each as lower quartile, median, upper quartile), and memory in units of the whole buffer.
     """
 
     op: str
     ranks: int
     dtype: str
     megabytes: float
-    ours_ms: float
-    ours_quartiles_ms: tuple[float, float]
-    torch_ms: float
-    torch_quartiles_ms: tuple[float, float]
-    ratio: float
-    ours_memory: float | None
-    torch_memory: float | None
+    ms: dict[str, tuple[float, float, float]]
+    ratio: dict[str, tuple[float, float, float]]
+    memory: dict[str, float | None]
 
 
 class Buffers:
@@ -75,34 +72,41 @@ class Buffers:
         self.nbytes = numel * self.whole.element_size()
 
 
-def contenders(
-    op: str, buffers: Buffers, axis: comm.Axis, group: dist.ProcessGroup
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Ours and torch's call for ``op``, each blocking until done."""
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """The same ranks three times."""
+
+    shared: comm.Axis
+    gloo: comm.Axis
+    group: dist.ProcessGroup
+
+
+def contenders(op: str, buffers: Buffers, links: Links) -> dict[str, Callable[[], object]]:
+    """Calls of ``op`` that block until done. The first is the one that the others are compared with."""
     whole, part = buffers.whole, buffers.part
-    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "all_reduce": (
-            lambda: comm.all_reduce(whole, axis).wait(),
-            lambda: dist.all_reduce(whole, group=group),
-        ),
-        "all_gather": (
-            lambda: comm.all_gather(whole, part, axis).wait(),
-            lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        ),
-        "reduce_scatter": (
-            lambda: comm.reduce_scatter(part, whole, axis).wait(),
-            lambda: dist.reduce_scatter_tensor(part, whole, group=group),
-        ),
+
+    def ours(axis: comm.Axis) -> Callable[[], object]:
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: comm.all_reduce(whole, axis).wait(),
+            "all_gather": lambda: comm.all_gather(whole, part, axis).wait(),
+            "reduce_scatter": lambda: comm.reduce_scatter(part, whole, axis).wait(),
+        }
+        return calls[op]
+
+    theirs: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=links.group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=links.group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=links.group),
     }
-    return pairs[op]
+    return {"shared memory": ours(links.shared), "gloo": ours(links.gloo), "torch": theirs[op]}
 
 
-def seconds(call: Callable[[], object], axis: comm.Axis, group: dist.ProcessGroup) -> float:
-    comm.barrier(axis)
+def seconds(call: Callable[[], object], links: Links) -> float:
+    dist.barrier(links.group)
     start = time.perf_counter()
     call()
     elapsed = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(elapsed, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX, group=links.group)
     return float(elapsed)
 
 
@@ -123,53 +127,42 @@ def status_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def measure(plan: Plan, axis: comm.Axis, group: dist.ProcessGroup) -> list[Row]:
+def measure(plan: Plan, links: Links) -> list[Row]:
     rows = []
     for dtype_name in plan.dtypes:
         for megabytes in plan.megabytes:
             for op in OPS:
-                buffers = Buffers(plan, megabytes, getattr(torch, dtype_name), axis.rank)
-                ours, theirs = contenders(op, buffers, axis, group)
-                for _ in range(2):
-                    ours(), theirs()
-                times: tuple[list[float], list[float]] = ([], [])
-                for _ in range(plan.samples):
-                    for call, samples in zip((ours, theirs), times, strict=True):
-                        samples.append(seconds(call, axis, group) * 1e3)
-                memory = [peak_growth(call, group) for call in (ours, theirs)]
-                rows.append(row(plan, op, dtype_name, megabytes, times, memory, buffers.nbytes))
+                buffers = Buffers(plan, megabytes, getattr(torch, dtype_name), links.shared.rank)
+                calls = contenders(op, buffers, links)
+                times: dict[str, list[float]] = {name: [] for name in calls}
+                for sample in range(-2, plan.samples):
+                    for name, call in calls.items():
+                        elapsed = seconds(call, links) * 1e3
+                        if sample >= 0:
+                            times[name].append(elapsed)
+                growth = {name: peak_growth(call, links.group) for name, call in calls.items()}
+                first = next(iter(times.values()))
+                ratios = {name: [b / a for a, b in zip(first, own, strict=True)] for name, own in times.items()}
+                rows.append(
+                    Row(
+                        op=op,
+                        ranks=plan.ranks,
+                        dtype=dtype_name,
+                        megabytes=megabytes,
+                        ms={name: quartiles(own, 3) for name, own in times.items()},
+                        ratio={name: quartiles(own, 2) for name, own in ratios.items()},
+                        memory={
+                            name: None if more is None else round(more / buffers.nbytes, 2)
+                            for name, more in growth.items()
+                        },
+                    )
+                )
     return rows
 
 
-def row(
-    plan: Plan,
-    op: str,
-    dtype: str,
-    megabytes: float,
-    times: tuple[list[float], list[float]],
-    memory: list[int | None],
-    nbytes: int,
-) -> Row:
-    (ours, ours_quartiles), (theirs, their_quartiles) = summary(times[0]), summary(times[1])
-    units = [None if growth is None else round(growth / nbytes, 2) for growth in memory]
-    return Row(
-        op=op,
-        ranks=plan.ranks,
-        dtype=dtype,
-        megabytes=megabytes,
-        ours_ms=ours,
-        ours_quartiles_ms=ours_quartiles,
-        torch_ms=theirs,
-        torch_quartiles_ms=their_quartiles,
-        ratio=round(theirs / ours, 2),
-        ours_memory=units[0],
-        torch_memory=units[1],
-    )
-
-
-def summary(samples: list[float]) -> tuple[float, tuple[float, float]]:
-    low, _, high = statistics.quantiles(samples, n=4)
-    return round(statistics.median(samples), 3), (round(low, 3), round(high, 3))
+def quartiles(samples: list[float], digits: int) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return round(low, digits), round(middle, digits), round(high, digits)
 
 
 def rank_main(rank: int, plan: Plan, port: int, out: str) -> None:
@@ -177,8 +170,13 @@ def rank_main(rank: int, plan: Plan, port: int, out: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     world = comm.init(backend="gloo", device="cpu")
-    axis = comm.Mesh.create(world).axis("shard")
-    rows = measure(plan, axis, dist.new_group(backend="gloo"))
+    shared = comm.Mesh.create(world, shared_memory=SharedMemoryGroup).axis("shard")
+    if shared.carrier != "shared memory":
+        raise RuntimeError(
+            f"these ranks cannot share memory: {shared_memory_refusal() or 'see the log at level debug'}"
+        )
+    links = Links(shared=shared, gloo=comm.Mesh.create(world).axis("shard"), group=dist.new_group(backend="gloo"))
+    rows = measure(plan, links)
     if rank == 0:
         Path(out).write_text(json.dumps([asdict(r) for r in rows]))
     comm.shutdown()
@@ -191,26 +189,23 @@ def free_port() -> int:
 
 
 HEAD = """\
-| op | ranks | dtype | MB | ours ms (quartiles) | torch ms (quartiles) | torch / ours | memory ours | memory torch |
-|---|---|---|---|---|---|---|---|---|
+| op | ranks | dtype | MB | shared memory ms | gloo ms | torch ms | gloo / shared | torch / shared | memory of each |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
 def line(row: Row) -> str:
-    (ours_low, ours_high), (torch_low, torch_high) = row.ours_quartiles_ms, row.torch_quartiles_ms
-    cells = [
-        *(row.op, row.ranks, row.dtype, f"{row.megabytes:g}"),
-        f"{row.ours_ms} ({ours_low}-{ours_high})",
-        f"{row.torch_ms} ({torch_low}-{torch_high})",
-        *(f"**{row.ratio}**", row.ours_memory, row.torch_memory),
-    ]
-    return "| " + " | ".join(str(cell) for cell in cells) + " |\n"
+    cells = [row.op, str(row.ranks), row.dtype, f"{row.megabytes:g}"]
+    cells += [f"{middle} ({low}-{high})" for low, middle, high in row.ms.values()]
+    cells += [f"**{middle}** ({low}-{high})" for low, middle, high in list(row.ratio.values())[1:]]
+    cells.append(", ".join(str(units) for units in row.memory.values()))
+    return "| " + " | ".join(cells) + " |\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.0625, 1, 8, 100])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--name", default="collectives")
@@ -232,7 +227,8 @@ def main() -> None:
         json.dumps({"machine": machine, "rows": [asdict(r) for r in rows]}, indent=1) + "\n"
     )
     text = (
-        f"# Collectives on gloo\n\n{machine}. {options.samples} samples each.\n\n{HEAD}{''.join(line(r) for r in rows)}"
+        f"# Collectives between ranks of one host\n\n{machine}. {options.samples} samples; median and quartiles.\n\n"
+        f"{HEAD}{''.join(line(r) for r in rows)}"
     )
     (folder / f"{options.name}.md").write_text(text)
     print(text)

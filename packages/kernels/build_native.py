@@ -156,7 +156,7 @@ def check(sanitizer: str) -> None:
     scratch = ROOT / "build" / f"check-{sanitizer}"
     scratch.mkdir(parents=True, exist_ok=True)
     flags = [] if sanitizer == "none" else [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    sources = [*sorted(SOURCES.glob("core/*.cpp")), SOURCES / "tests" / "core_test.cpp"]
+    sources = [*sorted(SOURCES.glob("core/*.cpp")), *sorted(SOURCES.glob("tests/*.cpp"))]
 
     def compile_one(source: Path) -> Path:
         target = scratch / (source.stem + ".o")

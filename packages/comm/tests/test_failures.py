@@ -26,8 +26,18 @@ from drivetrain.comm import (
     reduce_scatter,
 )
 from drivetrain_testkit import run_ranks
+from drivetrain_testkit.transports import shared_memory
 
 SMALL, LARGE = 10, 4_000_000
+
+LOST = {
+    "gloo": "the connection to rank 1 is gone",
+    "shared memory": "rank 1 will not do its part: its process has ended",
+}
+LATE = {
+    "gloo": "the connection to rank 1 is gone, or nothing came from it in time",
+    "shared memory": "rank 1 will not do its part: nothing came from it for 2 s",
+}
 
 CALLS: dict[str, Callable[[Axis, int], Handle]] = {
     "all_reduce": lambda axis, n: all_reduce(torch.ones(n), axis),
@@ -39,7 +49,7 @@ CALLS: dict[str, Callable[[Axis, int], Handle]] = {
 
 
 def rank_one_dies(rank: int, world_size: int, op: str, length: int) -> tuple[str, str, int, int | None, str] | None:
-    axis = Mesh.create(init()).axis("shard")
+    axis = Mesh.create(init(), shared_memory=shared_memory()).axis("shard")
     barrier(axis)
     if rank == 1:
         time.sleep(0.3)  # the others are in wait()
@@ -58,16 +68,16 @@ def rank_one_dies(rank: int, world_size: int, op: str, length: int) -> tuple[str
 
 @pytest.mark.parametrize("length", [SMALL, LARGE])
 @pytest.mark.parametrize("op", CALLS)
-def test_a_killed_peer_is_named(op: str, length: int) -> None:
+def test_a_killed_peer_is_named(transport: str, op: str, length: int) -> None:
     survivor, dead = run_ranks(rank_one_dies, 2, op, length, timeout=30, may_die={1})
     assert dead is None
     assert survivor[:4] == (op, "shard", 0, 1)
-    assert f"{op} on axis 'shard' failed on rank 0: the connection to rank 1 is gone" in survivor[4]
+    assert f"{op} on axis 'shard' failed on rank 0: {LOST[transport]}" in survivor[4]
 
 
 def one_of_three_dies(rank: int, world_size: int) -> int | None:
-    axis = Mesh.create(init()).axis("shard")
-    other = Mesh.create(init()).axis("shard", channel="other")
+    axis = Mesh.create(init(), shared_memory=shared_memory()).axis("shard")
+    other = Mesh.create(init(), shared_memory=shared_memory()).axis("shard", channel="other")
     barrier(axis)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -78,7 +88,7 @@ def one_of_three_dies(rank: int, world_size: int) -> int | None:
     return info.value.peer
 
 
-def test_survivors_of_three() -> None:
+def test_survivors_of_three(transport: str) -> None:
     """Both end. Each names the dead rank, or the other survivor if that gave up first."""
     zero, one, two = run_ranks(one_of_three_dies, 3, timeout=30, may_die={1})
     assert one is None
@@ -88,7 +98,7 @@ def test_survivors_of_three() -> None:
 
 
 def disagree(rank: int, world_size: int, calls: tuple[tuple[str, int], tuple[str, int]]) -> str:
-    mesh = Mesh.create(init())
+    mesh = Mesh.create(init(), shared_memory=shared_memory())
     axis, quiet = mesh.axis("shard"), mesh.axis("shard", channel="quiet")
     op, length = calls[rank]
     try:
@@ -112,7 +122,7 @@ def disagree(rank: int, world_size: int, calls: tuple[tuple[str, int], tuple[str
         (("all_to_all", 5000), ("all_gather", 5000)),
     ],
 )
-def test_ranks_that_disagree(calls: tuple[tuple[str, int], tuple[str, int]]) -> None:
+def test_ranks_that_disagree(transport: str, calls: tuple[tuple[str, int], tuple[str, int]]) -> None:
     texts = run_ranks(disagree, 2, calls, timeout=30)
     for rank, text in enumerate(texts):
         mine, theirs = calls[rank][0], calls[1 - rank][0]
@@ -121,7 +131,7 @@ def test_ranks_that_disagree(calls: tuple[tuple[str, int], tuple[str, int]]) -> 
 
 
 def two_dtypes(rank: int, world_size: int) -> str:
-    mesh = Mesh.create(init())
+    mesh = Mesh.create(init(), shared_memory=shared_memory())
     axis, quiet = mesh.axis("shard"), mesh.axis("shard", channel="quiet")
     dtype = (torch.float32, torch.int32)[rank]
     with pytest.raises(CollectiveError) as info:
@@ -130,14 +140,14 @@ def two_dtypes(rank: int, world_size: int) -> str:
     return str(info.value)
 
 
-def test_two_dtypes_of_one_size() -> None:
+def test_two_dtypes_of_one_size(transport: str) -> None:
     zero, one = run_ranks(two_dtypes, 2, timeout=30)
     assert "Rank 1 issued 'all_reduce sum' as number 0, with 400 bytes of int32" in zero
     assert "Rank 0 issued 'all_reduce sum' as number 0, with 400 bytes of float32" in one
 
 
 def one_call_too_few(rank: int, world_size: int) -> str:
-    mesh = Mesh.create(init(timeout=timedelta(seconds=2)))
+    mesh = Mesh.create(init(timeout=timedelta(seconds=2)), shared_memory=shared_memory())
     axis, quiet = mesh.axis("shard"), mesh.axis("shard", channel="quiet")
     all_reduce(torch.ones(3), axis).wait()
     text = ""
@@ -151,9 +161,6 @@ def one_call_too_few(rank: int, world_size: int) -> str:
     return text
 
 
-def test_a_call_that_a_peer_never_makes_times_out() -> None:
+def test_a_call_that_a_peer_never_makes_times_out(transport: str) -> None:
     text = run_ranks(one_call_too_few, 2, timeout=30)[0]
-    assert (
-        "all_reduce on axis 'shard' failed on rank 0: the connection to rank 1 is gone, or nothing came from it in time"
-        in text
-    )
+    assert f"all_reduce on axis 'shard' failed on rank 0: {LATE[transport]}" in text

@@ -74,10 +74,11 @@ def test_devices(collected: Report) -> None:
 
 def test_backends_and_kernels(collected: Report) -> None:
     backends = facts(collected, "backends")
-    assert list(backends) == ["gloo", "nccl", "mpi"]
+    assert list(backends) == ["gloo", "nccl", "mpi", "shared memory"]
     for name, there in (
         ("gloo", torch.distributed.is_gloo_available()),
         ("nccl", torch.distributed.is_nccl_available()),
+        ("shared memory", kernels.shared_memory_refusal() == ""),
     ):
         assert backends[name].value == ("yes" if there else "no")
         assert bool(backends[name].reason) is not there
@@ -106,6 +107,12 @@ def test_the_tables_show_every_section(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text in result.stdout
 
 
+def test_shared_memory_that_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_SHARED_MEMORY", "0")
+    reason = "DRIVETRAIN_SHARED_MEMORY=0 switches it off; gloo is used"
+    assert facts(collect(), "backends")["shared memory"] == Fact(name="shared memory", value="no", reason=reason)
+
+
 PROBES = [
     ("platform.platform", "versions", "platform"),
     ("importlib.metadata.version", "versions", "versions"),
@@ -116,6 +123,7 @@ PROBES = [
     ("torch.cuda.is_available", "devices", "devices"),
     ("torch.distributed.is_gloo_available", "backends", "gloo"),
     ("torch.distributed.is_available", "backends", "backends"),
+    ("drivetrain.kernels.shared_memory_refusal", "backends", "shared memory"),
     ("drivetrain.kernels.available", "kernels", "kernels"),
 ]
 

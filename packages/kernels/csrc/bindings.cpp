@@ -4,10 +4,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <memory>
 #include <string>
 #include <system_error>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,6 +18,7 @@
 #include "core/file_queue.h"
 #include "core/pool.h"
 #include "core/quantize.h"
+#include "core/shared_memory_endpoint.h"
 #include "core/steps.h"
 
 namespace py = pybind11;
@@ -233,6 +236,108 @@ void bind_files(py::module_& module) {
         .def("close", [](OpenFile& file) { file.queue.reset(); });
 }
 
+[[noreturn]] void raise_os_error(const std::system_error& failure) {
+    const py::object error = py::reinterpret_borrow<py::object>(PyExc_OSError)(failure.code().value(), std::string(failure.what()));
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());  // OSError makes itself one of its subclasses
+    throw py::error_already_set();
+}
+
+struct ReleaseEndpoint {
+    void operator()(drivetrain::SharedMemoryEndpoint* endpoint) const {
+        const py::gil_scoped_release released;
+        drivetrain::SharedMemoryEndpoint::release(endpoint);
+    }
+};
+
+using Endpoint = std::unique_ptr<drivetrain::SharedMemoryEndpoint, ReleaseEndpoint>;
+using EndpointAddress = std::tuple<std::int64_t, std::uint64_t, int, int, std::uint64_t>;
+
+// Null once closed.
+struct OpenEndpoint {
+    Endpoint endpoint;
+    drivetrain::SharedMemoryEndpoint& get() const {
+        if (endpoint == nullptr) throw py::value_error("the group is closed");
+        return *endpoint;
+    }
+    drivetrain::SharedMemoryEndpoint& started() const {
+        if (!get().open()) throw py::value_error("the group was not started");
+        return *endpoint;
+    }
+};
+
+template <std::size_t kRoom>
+void put_text(const std::string& text, char (&to)[kRoom]) {
+    std::copy_n(text.data(), std::min(text.size(), kRoom - 1), to);
+}
+
+drivetrain::CallRequest make_request(int kind, std::uintptr_t input, std::uintptr_t output, std::uint64_t bytes, const std::string& label,
+                                     const std::string& dtype, int type, int op, std::uint32_t root) {
+    if (kind < 0 || kind > 4 || type < 0 || type >= drivetrain::kFoldTypes || op < 0 || op > 3) throw py::value_error("kind, type or op");
+    drivetrain::CallRequest request{{}, pointer<const void*>(input), pointer<void*>(output)};
+    request.header.bytes = bytes;
+    put_text(label, request.header.label);
+    put_text(dtype, request.header.dtype);
+    request.header.kind = static_cast<drivetrain::CallKind>(kind);
+    request.header.type = static_cast<std::uint8_t>(type);
+    request.header.op = static_cast<std::uint8_t>(op);
+    request.header.root = root;
+    return request;
+}
+
+// Number, label, bytes and dtype of a call.
+py::tuple describe(const drivetrain::CallHeader& header) {
+    return py::make_tuple(header.sequence, std::string(header.label), header.bytes, std::string(header.dtype));
+}
+
+void bind_shared_memory(py::module_& module) {
+    using drivetrain::SharedMemoryEndpoint, drivetrain::SharedMemoryWork;
+    py::class_<SharedMemoryWork, std::shared_ptr<SharedMemoryWork>>(module, "SharedMemoryWork")
+        .def("wait", &SharedMemoryWork::wait, py::arg("milliseconds"), NoGil())
+        .def("outcome", [](SharedMemoryWork& work) {
+            const drivetrain::Outcome outcome = work.outcome();
+            return py::make_tuple(static_cast<int>(outcome.trouble), outcome.peer, describe(outcome.mine), describe(outcome.theirs));
+        });
+    py::class_<OpenEndpoint>(module, "SharedMemoryEndpoint")
+        .def(py::init([](std::size_t slot_bytes, std::size_t slots) {
+                 try {
+                     return OpenEndpoint{Endpoint(new SharedMemoryEndpoint({slot_bytes, slots}))};
+                 } catch (const std::system_error& failure) {
+                     raise_os_error(failure);
+                 }
+             }),
+             py::kw_only(), py::arg("slot_bytes"), py::arg("slots"))
+        .def("address",
+             [](const OpenEndpoint& open) {
+                 const SharedMemoryEndpoint::Address address = open.get().address();
+                 return EndpointAddress(address.process, address.started, address.ring_fd, address.bell_fd, address.key);
+             })
+        .def(
+            "connect",
+            [](const OpenEndpoint& open, int rank, const std::vector<EndpointAddress>& addresses) {
+                std::vector<SharedMemoryEndpoint::Address> all;
+                for (const auto& [process, started, ring_fd, bell_fd, key] : addresses) all.push_back({process, started, ring_fd, bell_fd, key});
+                try {
+                    open.get().connect(rank, all);
+                } catch (const std::system_error& failure) {
+                    raise_os_error(failure);
+                }
+            },
+            py::arg("rank"), py::arg("addresses"))
+        .def("start", [](const OpenEndpoint& open) { open.get().start(); })
+        .def(
+            "submit",
+            [](const OpenEndpoint& open, int kind, std::uintptr_t input, std::uintptr_t output, std::uint64_t bytes, const std::string& label,
+               const std::string& dtype, int type, int op, std::uint32_t root) {
+                return open.started().submit(make_request(kind, input, output, bytes, label, dtype, type, op, root));
+            },
+            py::kw_only(), py::arg("kind"), py::arg("input"), py::arg("output"), py::arg("bytes"), py::arg("label"), py::arg("dtype"),
+            py::arg("type"), py::arg("op"), py::arg("root"))
+        .def("progress", [](const OpenEndpoint& open) { return open.started().progress(); })
+        .def("expire", [](const OpenEndpoint& open, const std::shared_ptr<SharedMemoryWork>& work) { open.started().expire(work); },
+             py::arg("work"))
+        .def("close", [](OpenEndpoint& open) { open.endpoint.reset(); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -281,4 +386,5 @@ PYBIND11_MODULE(_native, module) {
         py::arg("operands"), py::arg("threads"));
     bind_quantization(module);
     bind_files(module);
+    bind_shared_memory(module);
 }

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "fold_kernels.h"
 #include "quantize_kernels.h"
 
 namespace drivetrain {
@@ -83,6 +84,7 @@ struct KernelTable {
     void (*f32_to_f16)(const float* from, std::uint16_t* to, std::size_t count);
 
     QuantKernels quant;
+    FoldKernels fold;
 };
 
 const KernelTable* baseline_kernels();

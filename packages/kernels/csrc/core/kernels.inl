@@ -4,6 +4,7 @@
 //   V::Reg                         a register of float32
 //   load, store, set, add, sub, mul, div, sqrt, fma(a, b, c) = a*b + c
 //   larger(a, b)                   a > b or a is NaN ? a : b
+//   maximum(a, b), minimum(a, b)   NaN where one is NaN; b where they are equal (zeros of either sign are)
 //   clamp_below(a)                 a > 0 ? a : 0, NaN kept
 //   sign(a)                        1, -1, or 0 for zeros and NaN
 //   bf16_load/bf16_store/f16_load/f16_store   width elements
@@ -12,6 +13,7 @@
 // See kernel_table.h for the invariants. Everything here has internal linkage, since the same template compiled under two instruction
 // sets must not be merged by the linker.
 
+#include "fold.inl"
 #include "quantize.inl"
 
 namespace drivetrain {
@@ -287,6 +289,7 @@ constexpr KernelTable make_table(const char* name) {
     table.f16_to_f32 = all_f16_to_f32;
     table.f32_to_f16 = all_f32_to_f16;
     table.quant = kQuantKernels;
+    table.fold = kFoldKernels;
     return table;
 }
 

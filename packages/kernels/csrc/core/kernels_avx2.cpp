@@ -27,6 +27,9 @@ struct V {
     static Reg sqrt(Reg a) { return _mm256_sqrt_ps(a); }
     static Reg fma(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
     static Reg larger(Reg a, Reg b) { return _mm256_blendv_ps(b, a, _mm256_cmp_ps(a, b, _CMP_NLE_UQ)); }
+    // The instructions give the second operand where one of the two is NaN.
+    static Reg maximum(Reg a, Reg b) { return _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
+    static Reg minimum(Reg a, Reg b) { return _mm256_blendv_ps(_mm256_min_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
     static Reg clamp_below(Reg a) { return _mm256_and_ps(a, _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NLE_UQ)); }
     static Reg sign(Reg a) {
         const Reg zero = _mm256_setzero_ps(), one = _mm256_set1_ps(1.0f);

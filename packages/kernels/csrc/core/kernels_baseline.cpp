@@ -24,6 +24,8 @@ struct V {
     static Reg sqrt(Reg a) { return std::sqrt(a); }
     static Reg fma(Reg a, Reg b, Reg c) { return std::fma(a, b, c); }
     static Reg larger(Reg a, Reg b) { return a > b || a != a ? a : b; }
+    static Reg maximum(Reg a, Reg b) { return a > b || a != a ? a : b; }
+    static Reg minimum(Reg a, Reg b) { return a < b || a != a ? a : b; }
     static Reg clamp_below(Reg a) { return a > 0.0f || a != a ? a : 0.0f; }
     static Reg sign(Reg a) { return static_cast<float>(a > 0.0f) - static_cast<float>(a < 0.0f); }
 

@@ -30,6 +30,9 @@ struct Avx512 {
     static Reg sqrt(Reg a) { return _mm512_sqrt_ps(a); }
     static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
     static Reg larger(Reg a, Reg b) { return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ), a); }
+    // The instructions give the second operand where one of the two is NaN.
+    static Reg maximum(Reg a, Reg b) { return _mm512_mask_mov_ps(_mm512_max_ps(a, b), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a); }
+    static Reg minimum(Reg a, Reg b) { return _mm512_mask_mov_ps(_mm512_min_ps(a, b), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a); }
     static Reg clamp_below(Reg a) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NLE_UQ), a); }
     static Reg sign(Reg a) {
         const Reg zero = _mm512_setzero_ps();

@@ -21,16 +21,11 @@
 #include "core/pool.h"
 #include "core/quantize.h"
 #include "core/steps.h"
+#include "tests/require.h"
 
 using namespace drivetrain;
 
 namespace {
-
-void require(bool condition, const std::string& what) {
-    if (condition) return;
-    std::fprintf(stderr, "failed: %s\n", what.c_str());
-    std::exit(1);
-}
 
 // An operand of its own heap blocks, one per tensor, of exactly the needed bytes.
 class Buffers {
@@ -346,6 +341,8 @@ int main() {
     test_steps_agree();
     test_quantization();
     test_files();
+    test_folds();
+    test_shared_memory();
     std::puts("ok");
     return 0;
 }

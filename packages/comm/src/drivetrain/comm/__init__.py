@@ -24,9 +24,11 @@ from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.ledger import Ledger, LedgerEntry
 from drivetrain.comm.mesh import AXES, Axis, Mesh
 from drivetrain.comm.setup import World, init, shutdown
+from drivetrain.comm.shared_memory import SHARED_MEMORY_VARIABLE, SharedGroup, SharedMemory
 
 __all__ = [
     "AXES",
+    "SHARED_MEMORY_VARIABLE",
     "Axis",
     "Codec",
     "CollectiveError",
@@ -34,6 +36,8 @@ __all__ = [
     "Ledger",
     "LedgerEntry",
     "Mesh",
+    "SharedGroup",
+    "SharedMemory",
     "Staged",
     "Waitable",
     "World",

@@ -6,8 +6,8 @@ the same order; handles may be waited for in any order. Where a peer is known to
 written, and outputs are undefined.
 
 On gloo the algorithms are in ``gloo.py``: deterministic, summed in rank order, an all-reduce giving the same bits as
-a reduce-scatter followed by an all-gather. On other backends (NCCL) torch's own collectives run, and their order of
-summation is the library's.
+a reduce-scatter followed by an all-gather. Where the ranks share memory (``shared_calls.py``) the results are the same
+to the bit. On other backends (NCCL) torch's own collectives run, and their order of summation is the library's.
 
 An axis of one rank communicates nothing: the copy is done, and the handle is complete. This is the only place where
 that is a case.
@@ -24,10 +24,12 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from drivetrain.comm import gloo
+from drivetrain.comm import gloo, shared_calls
+from drivetrain.comm.call import Call
 from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.mesh import Axis
 from drivetrain.comm.reduction import Op, check_op
+from drivetrain.comm.shared_memory import SharedGroup
 
 
 class _Pending(Protocol):
@@ -104,6 +106,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
         "all_reduce",
         flat,
         argument=op,
+        on_shared=lambda call, group: shared_calls.all_reduce(call, group, flat, op),
         on_gloo=lambda call: gloo.all_reduce(call, flat, op),
         on_others=lambda: dist.all_reduce(flat, _REDUCE[op], group=axis.group, async_op=True),
     )
@@ -124,6 +127,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Handle:
         "all_gather",
         whole,
         copy=(part, whole),
+        on_shared=lambda call, group: shared_calls.all_gather(call, group, whole, part),
         on_gloo=lambda call: gloo.Gather(call, whole, part),
         on_others=lambda: _gather(whole, part, axis.group, async_op=True),
     )
@@ -149,6 +153,7 @@ def reduce_scatter(
         whole,
         argument=op,
         copy=(whole, part),
+        on_shared=lambda call, group: shared_calls.reduce_scatter(call, group, part, whole, op),
         on_gloo=lambda call: gloo.reduce_scatter(call, part, whole, op),
         on_others=lambda: _reduce_scatter(part, whole, _REDUCE[op], axis.group, async_op=True),
     )
@@ -164,6 +169,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, *, src: int = 0) -> Handle:
         "broadcast",
         flat,
         argument=f"from {src}",
+        on_shared=lambda call, group: shared_calls.broadcast(call, group, flat, src),
         on_gloo=lambda call: gloo.Broadcast(call, flat, src),
         on_others=lambda: dist.broadcast(flat, group=axis.group, group_src=src, async_op=True),
     )
@@ -189,6 +195,7 @@ def all_to_all(output: torch.Tensor, input: torch.Tensor, axis: Axis) -> Handle:
         "all_to_all",
         outgoing,
         copy=(outgoing, incoming),
+        on_shared=lambda call, group: shared_calls.all_to_all(call, group, incoming, outgoing),
         on_gloo=lambda call: gloo.AllToAll(call, incoming, outgoing),
         on_others=lambda: dist.all_to_all_single(incoming, outgoing, group=axis.group, async_op=True),
     )
@@ -201,6 +208,7 @@ def barrier(axis: Axis) -> None:
         axis,
         "barrier",
         token,
+        on_shared=lambda call, group: shared_calls.all_reduce(call, group, token, "max"),
         on_gloo=lambda call: gloo.all_reduce(call, token, "max"),
         on_others=lambda: dist.all_reduce(token, group=axis.group, async_op=True),
     ).wait()
@@ -265,7 +273,8 @@ def _issue(
     *,
     argument: str = "",
     copy: tuple[torch.Tensor, torch.Tensor] | None = None,
-    on_gloo: Callable[[gloo.Call], _Pending],
+    on_shared: Callable[[Call, SharedGroup], _Pending],
+    on_gloo: Callable[[Call], _Pending],
     on_others: Callable[[], dist.Work | None],
 ) -> Handle:
     """Start a collective on whatever carries the axis.
@@ -280,8 +289,9 @@ def _issue(
             copy[1].copy_(copy[0])
         return Handle(None, axis, op, 0)
     if axis.backend == "gloo":
-        call = gloo.Call(axis=axis, op=op, detail=f"{op} {argument}".rstrip(), dtype=whole.dtype)
-        return Handle(on_gloo(call), axis, op, _nbytes(whole))
+        call = Call(axis=axis, op=op, detail=f"{op} {argument}".rstrip(), dtype=whole.dtype)
+        pending = on_gloo(call) if axis.shared is None else on_shared(call, axis.shared)
+        return Handle(pending, axis, op, _nbytes(whole))
     try:
         work = on_others()
     except RuntimeError as error:

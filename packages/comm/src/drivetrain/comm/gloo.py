@@ -41,6 +41,7 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
+from drivetrain.comm.call import Call
 from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.mesh import Axis
 from drivetrain.comm.reduction import Op, fold
@@ -57,17 +58,13 @@ _SEQUENCE_BITS: Final = 15  # calls in flight on one axis at once; the other 16 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """What all ranks of the axis must agree on for one exchange."""
+class _Issued:
+    """What a frame's header says."""
 
-    axis: Axis
-    op: str
-    detail: str  # the operation with its argument, as in "all_reduce sum"
-    dtype: torch.dtype
-
-    def error(self, reason: str, peer: int) -> CollectiveError:
-        rank = self.axis.world.rank
-        return CollectiveError(reason, op=self.op, axis=self.axis.name, rank=rank, peer=self.axis.ranks[peer])
+    number: int
+    nbytes: int
+    label: str
+    dtype: str
 
 
 class Exchange:
@@ -188,16 +185,13 @@ class Exchange:
         )
 
     def _mismatch(self, peer: int, frame: torch.Tensor, nbytes: int) -> CollectiveError:
-        sequence, their_bytes, *texts = _HEADER.unpack(bytes(frame[: _HEADER.size].tolist()))
-        their_call, their_dtype = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-        who = self._call.axis.ranks[peer]
-        return self._call.error(
-            f"the ranks issued different collectives. Here, number {self._sequence} on this axis is "
-            f"'{self._call.detail}', which takes {nbytes} bytes of {_dtype_name(self._call.dtype)} from rank {who}. "
-            f"Rank {who} issued '{their_call}' as number {sequence}, with {their_bytes} bytes of {their_dtype}. "
-            "All ranks of an axis must issue the same collectives on tensors of the same size, in the same order.",
-            peer,
-        )
+        return self._call.mismatch(_read(self._header(nbytes)), _read(frame), peer)
+
+
+def _read(frame: torch.Tensor) -> _Issued:
+    number, nbytes, *texts = _HEADER.unpack(bytes(frame[: _HEADER.size].tolist()))
+    label, dtype = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+    return _Issued(number=number, nbytes=nbytes, label=label, dtype=dtype)
 
 
 class Gather:

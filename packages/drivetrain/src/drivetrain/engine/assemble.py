@@ -26,6 +26,7 @@ from drivetrain.engine.lr import Schedule, build_schedule
 from drivetrain.engine.monitor import EventCsvSink, PhaseTimers, SinkGroup
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optimizers import Parameters, build_optimizer
+from drivetrain.kernels import SharedMemoryGroup
 from drivetrain.zero import (
     INT4_GRADIENTS,
     INT8_WEIGHTS,
@@ -107,13 +108,13 @@ def _mesh(config: Config) -> Mesh:
     """All ranks along the shard axis, or groups of `mics_shard_size` of them with replicas of each other."""
     world, size = init(), config.zero_optimization.mics_shard_size
     if size <= 0:
-        return Mesh.create(world)
+        return Mesh.create(world, shared_memory=SharedMemoryGroup)
     if world.size % size:
         raise ValueError(
             f"zero_optimization.mics_shard_size is {size}, which does not divide the {world.size} ranks; choose a "
             "divisor, or start another number of ranks"
         )
-    return Mesh.create(world, data=world.size // size, shard=size)
+    return Mesh.create(world, data=world.size // size, shard=size, shared_memory=SharedMemoryGroup)
 
 
 def zero_policy(config: Config, mesh: Mesh) -> Policy:

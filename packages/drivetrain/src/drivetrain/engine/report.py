@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain import kernels
+from drivetrain.comm import SHARED_MEMORY_VARIABLE
 from drivetrain.engine.launch.host import available_cores, cpu_quota
 
 WHEELS = (
@@ -279,6 +280,18 @@ def _backends() -> Iterable[Fact]:
     for name, (check, why_not) in checks.items():
         there = guarded(name, lambda check=check: "yes" if check() else "no")  # type: ignore[misc]
         yield Fact(name=name, value=there.value, reason=why_not if there.value == "no" else there.reason)
+    yield _shared_memory_collectives()
+
+
+def _shared_memory_collectives() -> Fact:
+    """Whether CPU ranks of this host exchange tensors through shared memory instead of gloo."""
+    name = "shared memory"
+    if os.environ.get(SHARED_MEMORY_VARIABLE) == "0":
+        return Fact(name=name, value="no", reason=f"{SHARED_MEMORY_VARIABLE}=0 switches it off; gloo is used")
+    asked = guarded(name, kernels.shared_memory_refusal)
+    if asked.reason:
+        return asked
+    return Fact(name=name, value="no" if asked.value else "yes", reason=asked.value)
 
 
 def _kernels() -> Iterable[Fact]:

@@ -2,7 +2,7 @@
 
 `quantize`, `reduce_quantized`, `pack_signs` and their kin make tensors small for the wire and for memory.
 
-`AsyncFile` moves tensors to and from files.
+`AsyncFile` moves tensors to and from files; `SharedMemoryGroup` moves and reduces them among processes of one host.
 
 Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
 are also correct on shards of parameters; `rules` holds their hyperparameters. Every op has an implementation in plain
@@ -29,6 +29,14 @@ from .quantization import (
 )
 from .quantize_rules import QuantizationRule, SignRule
 from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
+from .shared_memory import (
+    SharedMemoryCall,
+    SharedMemoryError,
+    SharedMemoryFailure,
+    SharedMemoryGroup,
+    SharedMemoryWork,
+    shared_memory_refusal,
+)
 
 __all__ = [
     "AdagradRule",
@@ -48,6 +56,11 @@ __all__ = [
     "QuantizationRule",
     "Quantized",
     "SgdRule",
+    "SharedMemoryCall",
+    "SharedMemoryError",
+    "SharedMemoryFailure",
+    "SharedMemoryGroup",
+    "SharedMemoryWork",
     "SignRule",
     "Ticket",
     "aligned_empty",
@@ -63,5 +76,6 @@ __all__ = [
     "reduce_quantized",
     "resolve",
     "set_num_threads",
+    "shared_memory_refusal",
     "unpack_signs",
 ]
