@@ -113,12 +113,14 @@ def _gather(source: Tensor, index: Tensor) -> Tensor:
 def _sum(y: Tensor, destinations: Tensor, weights: Tensor | None) -> Tensor:
     tokens, k = destinations.shape
     total = torch.zeros(tokens, y.shape[1], dtype=_sum_dtype(y), device=y.device)
+    # The weight of what was dropped may be anything, also NaN.
+    factors = None if weights is None else weights.to(total.dtype).masked_fill(destinations < 0, 0)
     for choice in range(k):
         part = _gather(y, destinations[:, choice]).to(total.dtype)
-        if weights is None:
+        if factors is None:
             total += part
         else:
-            total.addcmul_(part, weights[:, choice, None].to(total.dtype))
+            total.addcmul_(part, factors[:, choice, None])
     return total.to(y.dtype)
 
 

@@ -50,7 +50,7 @@ def _place(key, count: tl.constexpr):
 
 @triton.jit
 def _scores(logits, mask, SIGMOID: tl.constexpr):
-    """Scores of a tile [tokens, experts] of float32 logits; 0 where `mask` is false."""
+    """Scores of a tile [tokens, experts] of float32 logits; 0 where `mask` [1, experts] is false."""
     if SIGMOID:
         return tl.where(mask, 1.0 / (1.0 + tl.exp(-logits)), 0.0)
     shifted = tl.where(mask, logits, float("-inf"))
@@ -126,7 +126,7 @@ def _gating_kernel(
     real = (token < tokens)[:, None] & is_expert[None, :]
     rows = token.to(tl.int64)[:, None]
     x = tl.load(logits + rows * stride + expert[None, :], mask=real, other=0.0).to(tl.float32)
-    scores = _scores(x, real, SIGMOID)
+    scores = _scores(x, is_expert[None, :], SIGMOID)
     values = scores
     if HAS_BIAS:
         values += tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
@@ -182,7 +182,7 @@ def _gating_backward_kernel(
     real = in_tokens[:, None] & (expert < experts)
     rows = token.to(tl.int64)
     x = tl.load(logits + rows[:, None] * stride + expert, mask=real, other=0.0).to(tl.float32)
-    scores = _scores(x, real, SIGMOID)
+    scores = _scores(x, expert < experts, SIGMOID)
     grads = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     is_chosen = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int32)
     for i in range(K):

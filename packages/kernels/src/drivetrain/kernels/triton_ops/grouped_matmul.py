@@ -22,6 +22,14 @@ __all__ = ["grouped_matmul"]
 
 
 @triton.jit
+def _add_product(total, a, b, PRECISION: tl.constexpr):
+    """`total + a @ b` in float32. PRECISION "interpreted" (see `_precision`) is not one of the GPU's."""
+    if PRECISION == "interpreted":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
 def _offset(offsets, index, rows, mask):
     """An offset, forced into 0 to `rows`: whatever stands there, no address lies outside the tensors."""
     found = tl.load(offsets + index, mask=mask, other=0)
@@ -101,7 +109,7 @@ def _grouped_matmul_kernel(
         else:
             a = tl.load(left, mask=in_rows & (k < inner - start)[None, :], other=0.0)
             b = tl.load(right, mask=in_columns & (k < inner - start)[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
+        total = _add_product(total, a, b, PRECISION)
         left += BLOCK_K
         right += BLOCK_K * weights_stride_i
     if HAS_BIAS:
@@ -144,7 +152,7 @@ def _outer_kernel(
         in_rows = (row < end)[:, None]
         a = tl.load(left + at * left_stride + m[None, :], mask=in_rows & (m < width_m)[None, :], other=0.0)
         b = tl.load(right + at * right_stride + n[None, :], mask=in_rows & (n < width_n)[None, :], other=0.0)
-        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+        total = _add_product(total, tl.trans(a), b, PRECISION)
     target = out + (expert.to(tl.int64) * width_m + m.to(tl.int64)[:, None]) * width_n + n[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(m < width_m)[:, None] & (n < width_n)[None, :])
 
@@ -195,8 +203,11 @@ def _tile(m: int, n: int, k: int, dtype: torch.dtype) -> _Tile:
     return _Tile(m=block_m, n=block_n, k=depth, warps=8 if block_m * block_n == 128 * 128 else 4)
 
 
-def _precision() -> str:
-    """How torch was asked to multiply float32."""
+def _precision(x: Tensor) -> str:
+    """How torch was asked to multiply float32. On the host it is the interpreter that multiplies, and that takes the bits
+    of bfloat16 for integers unless they are converted first."""
+    if not x.is_cuda:
+        return "interpreted"
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
@@ -236,7 +247,7 @@ def _product(x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None) -
             *weights.stride(),
             HAS_BIAS=bias is not None,
             EVEN_K=inner % tile.k == 0,
-            PRECISION=_precision(),
+            PRECISION=_precision(x),
             BLOCK_M=tile.m,
             BLOCK_N=tile.n,
             BLOCK_K=tile.k,
@@ -269,7 +280,7 @@ def _outer(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
             width_n,
             left.stride(0),
             right.stride(0),
-            PRECISION=_precision(),
+            PRECISION=_precision(left),
             BLOCK_M=tile.m,
             BLOCK_N=tile.n,
             BLOCK_R=tile.k,
