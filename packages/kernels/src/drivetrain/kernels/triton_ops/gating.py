@@ -84,9 +84,9 @@ def _keep_groups(
     left = tl.where(groups < GROUPS, _keys(total, groups, BLOCK_G), _EXCLUDED)
     taken = tl.zeros((BLOCK_T, BLOCK_G), dtype=tl.int32)
     for _ in range(TOP_GROUPS):
-        best = tl.max(left, axis=1)[:, None]
-        taken = tl.where(left == best, 1, taken)
-        left = tl.where(left == best, _EXCLUDED, left)
+        best_group = tl.max(left, axis=1)[:, None]
+        taken = tl.where(left == best_group, 1, taken)
+        left = tl.where(left == best_group, _EXCLUDED, left)
     spread = tl.broadcast_to(taken[:, :, None], (BLOCK_T, BLOCK_G, BLOCK_S))
     spread = tl.reshape(spread, (BLOCK_T, BLOCK_G * BLOCK_S))
     return tl.where(spread != 0, keys, _EXCLUDED)
