@@ -204,7 +204,7 @@ def _tile(m: int, n: int, k: int, dtype: torch.dtype) -> _Tile:
 
 
 def _precision(x: Tensor) -> str:
-    """How torch was asked to multiply float32. On the host it is the interpreter that multiplies, and that takes the bits
+    """How torch was asked to multiply float32. On the host it is the interpreter that multiplies, which takes the bits
     of bfloat16 for integers unless they are converted first."""
     if not x.is_cuda:
         return "interpreted"
