@@ -85,14 +85,15 @@ def test_it_is_its_definition(rule: GatingRule, biased: bool) -> None:
     torch.testing.assert_close(grad, expected_grad, rtol=1e-10, atol=1e-14)
 
 
+# Of 0, 1 and 2 no two pairs have scores of nearly the same sum, whose order rounding would decide.
 @given(
-    logits=st.lists(st.integers(-2, 2), min_size=6, max_size=6),
+    logits=st.lists(st.integers(0, 2), min_size=6, max_size=6),
     k=st.integers(1, 4),
     scoring=st.sampled_from(["softmax", "sigmoid"]),
     grouped=st.booleans(),
     biased=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_equal_logits_are_chosen_lowest_first(
     logits: list[int], k: int, scoring: Scoring, grouped: bool, biased: bool
 ) -> None:
