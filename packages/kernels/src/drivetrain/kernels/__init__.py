@@ -4,6 +4,9 @@
 
 `AsyncFile` moves tensors to and from files; `SharedMemoryGroup` moves and reduces them among processes of one host.
 
+`top_k_gating`, `permutation`, `permute_tokens`, `grouped_matmul` and `unpermute_tokens` are a layer of mixture of
+experts.
+
 Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
 are also correct on shards of parameters; `rules` holds their hyperparameters. Every op has an implementation in plain
 torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or GPUs (`triton_ops`); `resolve` finds the
@@ -16,6 +19,8 @@ from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, implementation, resolve
+from .gating import top_k_gating
+from .grouped_matmul import grouped_matmul
 from .optim import Lamb, Lion
 from .quantization import (
     PackedSigns,
@@ -37,6 +42,7 @@ from .shared_memory import (
     SharedMemoryWork,
     shared_memory_refusal,
 )
+from .token_permutation import TokenPermutation, expert_histogram, permutation, permute_tokens, unpermute_tokens
 
 __all__ = [
     "AdagradRule",
@@ -63,19 +69,26 @@ __all__ = [
     "SharedMemoryWork",
     "SignRule",
     "Ticket",
+    "TokenPermutation",
     "aligned_empty",
     "available",
     "choose_instruction_set",
     "dequantize",
     "dequantize_reduce",
+    "expert_histogram",
     "get_num_threads",
+    "grouped_matmul",
     "implementation",
     "instruction_sets",
     "pack_signs",
+    "permutation",
+    "permute_tokens",
     "quantize",
     "reduce_quantized",
     "resolve",
     "set_num_threads",
     "shared_memory_refusal",
+    "top_k_gating",
     "unpack_signs",
+    "unpermute_tokens",
 ]

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
+from torch import Tensor
 
 from .core import CORE
 
@@ -42,6 +43,7 @@ class _Row:
 
 _STEP: Final = _Row(torch="steps", native="steps")
 _QUANTIZE: Final = _Row(torch="quantize", native="quantize")
+_TOKENS: Final = _Row(torch="token_permutation", triton="token_permutation")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {
@@ -60,6 +62,12 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "reduce_quantized": _QUANTIZE,
         "pack_signs": _QUANTIZE,
         "unpack_signs": _QUANTIZE,
+        "top_k_gating": _Row(torch="gating", triton="gating"),
+        "expert_histogram": _TOKENS,
+        "permutation": _TOKENS,
+        "permute_tokens": _TOKENS,
+        "unpermute_tokens": _TOKENS,
+        "grouped_matmul": _Row(torch="grouped_matmul", triton="grouped_matmul"),
     }
 )
 
@@ -86,6 +94,11 @@ def resolve(op: str, device: torch.device | str) -> Implementation:
     All implementations of an op have the signature of the one in `torch_ops`.
     """
     return _resolve(op, torch.device(device).type)
+
+
+def resolve_for(op: str, tensor: Tensor) -> Implementation:
+    """`resolve` on the device of `tensor`; for float64, which kernels are not written for, the one in plain torch."""
+    return implementation(op, "torch") if tensor.dtype == torch.float64 else resolve(op, tensor.device)
 
 
 def implementation(op: str, kind: Kind) -> Implementation:
