@@ -7,9 +7,11 @@ pinned in `ci/constraints-cpu.txt`; where there is one, pip's own choice.
     nox                                    tests and lint
     nox -s demo [-- --device cuda]         train a language model with ZeRO, resume it, let it write
     nox -s tests [-- comm zero --device cpu -k mesh]
+    nox -s lowest [-- comm]                tests with every dependency at its lower bound
+    nox -s sanitizers [-- thread]          the C++ tests under address, undefined and thread sanitizers
     nox -s lint | types | docs
     nox -s build [-- comm]                 sdist -> wheel -> clean venv -> import -> README example
-    nox -s lowest [-- comm]                tests with every dependency at its lower bound
+    nox -s torches [-- 2.9.1 2.13.0]       one wheel of what has native code passes its tests under several torches
     nox -s bench -- zero [...]
     nox -s release -- comm minor [--dry-run]
 """
@@ -34,7 +36,9 @@ ROOT = Path(__file__).parent
 PACKAGES = {file.parent.name: file.parent for file in sorted(ROOT.glob("packages/*/pyproject.toml"))}
 TOOLS = [file.parent for file in sorted(ROOT.glob("tools/*/pyproject.toml"))]  # unpublished: for the tests only
 PROJECT = load_toml(ROOT / "pyproject.toml")
+NATIVE = {name: folder for name, folder in PACKAGES.items() if (folder / "build_native.py").exists()}
 DEVICES = ("cpu", "cuda")
+SANITIZERS = ("address", "undefined", "thread")
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["tests", "lint"]
@@ -52,6 +56,11 @@ def gpu_present() -> bool:
 
 def constraints() -> list[str]:
     return [] if gpu_present() else ["-c", str(ROOT / "ci" / "constraints-cpu.txt")]
+
+
+def pinned_torch() -> str:
+    lines = (ROOT / "ci" / "constraints-cpu.txt").read_text(encoding="utf-8").splitlines()
+    return next(line.partition("==")[2].strip() for line in lines if line.startswith("torch=="))
 
 
 def group(name: str) -> list[str]:
@@ -157,32 +166,40 @@ class Outcome:
         )
 
 
-def run_pytest(session: nox.Session, suites: Sequence[tuple[str, list[Path]]], arguments: Sequence[str]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Folders that one pytest runs, by a Python of its own or the session's."""
+
+    name: str
+    folders: list[Path]
+    python: str = "python"
+
+
+def run_pytest(session: nox.Session, suites: Sequence[Suite], arguments: Sequence[str]) -> None:
     """Runs one pytest after another, all of them whatever fails, and closes with a table and a line of totals."""
     reports = session.cache_dir / "reports"  # not create_tmp: it would make the tests' own temporary paths long
     reports.mkdir(exist_ok=True)
     outcomes: list[Outcome] = []
-    for name, folders in suites:
-        report = reports / f"{name}.xml"
+    for suite in suites:
+        report = reports / f"{suite.name}.xml"
         report.unlink(missing_ok=True)
         # 5: nothing collected, which is an answer when the caller selects tests and a fault otherwise.
         accepted = [0, 5] if arguments else [0]
         options = ["-q", "--continue-on-collection-errors", f"--junitxml={report}"]
+        pytest = [suite.python, "-m", "pytest", *options, *map(str, suite.folders), *arguments]
         try:
-            done = session.run(
-                "python", "-m", "pytest", *options, *map(str, folders), *arguments, success_codes=accepted
-            )
+            done = session.run(*pytest, success_codes=accepted, external=suite.python != "python")
             if done is None:
                 return  # nox --install-only
             complete = True
         except CommandFailed:
             complete = False
-        outcomes.append(Outcome.read(name, report, complete))
+        outcomes.append(Outcome.read(suite.name, report, complete))
     print()
     for outcome in outcomes:
         verdict = "ok" if outcome.complete and not outcome.failed else "FAILED"
         print(
-            f"  {outcome.name:<12} {outcome.passed:>5} passed {outcome.failed:>4} failed {outcome.skipped:>4} skipped"
+            f"  {outcome.name:<14} {outcome.passed:>5} passed {outcome.failed:>4} failed {outcome.skipped:>4} skipped"
             f" {outcome.seconds:>7.1f} s  {verdict}"
         )
     total = [sum(getattr(outcome, field) for outcome in outcomes) for field in ("passed", "failed", "skipped")]
@@ -192,16 +209,20 @@ def run_pytest(session: nox.Session, suites: Sequence[tuple[str, list[Path]]], a
         session.error(f"failed: {', '.join(broken)}")
 
 
-def package_suites(names: Sequence[str]) -> list[tuple[str, list[Path]]]:
-    return [(name, [PACKAGES[name] / "tests"]) for name in names if any(PACKAGES[name].glob("tests/**/test_*.py"))]
+def package_suites(names: Sequence[str], python: str = "python", suffix: str = "") -> list[Suite]:
+    return [
+        Suite(name=name + suffix, folders=[PACKAGES[name] / "tests"], python=python)
+        for name in names
+        if any(PACKAGES[name].glob("tests/**/test_*.py"))
+    ]
 
 
-def other_suites() -> list[tuple[str, list[Path]]]:
+def other_suites() -> list[Suite]:
     found = []
     for area in ("tools", "examples", "benchmarks"):
         folders = sorted(path for path in ROOT.glob(f"{area}/*/tests") if any(path.glob("**/test_*.py")))
         if folders:
-            found.append((area, folders))
+            found.append(Suite(name=area, folders=folders))
     return found
 
 
@@ -224,22 +245,46 @@ def tests(session: nox.Session) -> None:
     run_pytest(session, suites, [*markers, *arguments] if selected else markers)
 
 
-@nox.session
-def lowest(session: nox.Session) -> None:
-    """The tests with every dependency of the packages at its lower bound. `-- NAME... PYTEST-ARGUMENTS`"""
-    names, arguments = leading_names(session)
-    wanted = with_siblings(names or list(PACKAGES))
+def lower_bounds(names: Sequence[str]) -> dict[str, str]:
+    """The oldest version of each dependency that all of these packages allow."""
     pins: dict[str, str] = {}
-    for name in wanted:
+    for name in names:
         for line in load_toml(PACKAGES[name] / "pyproject.toml")["project"].get("dependencies", []):
             requirement = Requirement(line)
             bounds = [bound.version for bound in requirement.specifier if bound.operator in (">=", "~=")]
             if bounds and not requirement.name.startswith("drivetrain"):
                 pins[requirement.name] = max([*bounds, pins.get(requirement.name, "0")], key=Version)
+    return pins
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """The tests with every dependency of the packages at its lower bound. `-- NAME... PYTEST-ARGUMENTS`"""
+    names, arguments = leading_names(session)
+    wanted = with_siblings(names or list(PACKAGES))
+    pins = lower_bounds(wanted)
     file = session.cache_dir / "lowest.txt"
     file.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pins.items())), encoding="utf-8")
     install(session, wanted, *group("test"), tools=TOOLS, constrain=["-c", str(file)])
     run_pytest(session, package_suites(names or list(PACKAGES)), arguments)
+
+
+@nox.session
+def sanitizers(session: nox.Session) -> None:
+    """The C++ tests under sanitizers, all of them whatever fails. `-- address|undefined|thread...`"""
+    for name in session.posargs:
+        if name not in SANITIZERS:
+            session.error(f"no sanitizer {name!r}; sanitizers are: {', '.join(SANITIZERS)}")
+    session.install("--quiet", *build_requirements(list(NATIVE)))
+    failed = []
+    for package, folder in NATIVE.items():
+        for name in session.posargs or SANITIZERS:
+            try:
+                session.run("python", str(folder / "build_native.py"), "--check", name)
+            except CommandFailed:
+                failed.append(f"{package} ({name})")
+    if failed:
+        session.error("failed: " + "; ".join(failed))
 
 
 # ---------------------------------------------------------------------------------------------------------------- demo
@@ -291,32 +336,70 @@ def types(session: nox.Session) -> None:
 # --------------------------------------------------------------------------------------------------------------- build
 
 
-@nox.session
-def build(session: nox.Session) -> None:
-    """sdist -> wheel -> clean venv with only what the wheel declares -> import -> README example. `-- NAME...`"""
-    names, _ = leading_names(session)
-    names = names or list(PACKAGES)
+def distribution_of(name: str) -> str:
+    return str(load_toml(PACKAGES[name] / "pyproject.toml")["project"]["name"])
+
+
+def build_wheels(session: nox.Session, names: Sequence[str], place: Path) -> Path:
+    """Wheels of packages and their siblings, each made from its sdist in an environment of its own."""
     session.install("--quiet", *group("build"))
-    place = Path(session.create_tmp()).resolve()
     dist = place / "dist"
     shutil.rmtree(dist, ignore_errors=True)
     for name in with_siblings(names):
         # Without --sdist or --wheel, `build` makes the wheel out of the sdist: what is missing from it shows here.
         session.run("python", "-m", "build", "--outdir", str(dist), str(PACKAGES[name]), silent=True)
+    return dist
+
+
+def clean_venv(session: nox.Session, place: Path, name: str) -> tuple[str, Path]:
+    """The Python of a new environment with nothing in it, and an empty folder to run it in."""
+    clean, empty = place / f"venv-{name}", place / f"cwd-{name}"
+    shutil.rmtree(clean, ignore_errors=True)
+    shutil.rmtree(empty, ignore_errors=True)
+    empty.mkdir()
+    session.run("python", "-m", "venv", str(clean))
+    return str(clean / ("Scripts" if sys.platform == "win32" else "bin") / "python"), empty
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """sdist -> wheel -> clean venv with only what the wheel declares -> import -> README example. `-- NAME...`"""
+    names, _ = leading_names(session)
+    names = names or list(PACKAGES)
+    place = Path(session.create_tmp()).resolve()
+    dist = build_wheels(session, names, place)
     for name in names:
-        distribution = load_toml(PACKAGES[name] / "pyproject.toml")["project"]["name"]
-        clean, empty = place / f"venv-{name}", place / f"cwd-{name}"
-        shutil.rmtree(clean, ignore_errors=True)
-        shutil.rmtree(empty, ignore_errors=True)
-        empty.mkdir()
-        session.run("python", "-m", "venv", str(clean))
-        python = str(clean / ("Scripts" if sys.platform == "win32" else "bin") / "python")
+        distribution = distribution_of(name)
+        python, empty = clean_venv(session, place, name)
         checker = str(ROOT / "tools" / "lint" / "check_wheel.py")
         session.run("python", checker, "archive", distribution, str(dist))
         pip = [python, "-m", "pip", "install", "--quiet", *constraints(), "--find-links", str(dist), distribution]
         session.run(*pip, external=True, silent=True)
         with session.chdir(empty):
             session.run(python, "-I", checker, "installed", distribution, str(PACKAGES[name]), external=True)
+
+
+@nox.session
+def torches(session: nox.Session) -> None:
+    """One wheel of each package with native code passes its tests under several torches. `-- VERSION...`
+
+    Without versions: the oldest that the package allows, and the one that machines without a GPU are tested with. Some
+    are builds with CUDA, of gigabytes.
+    """
+    place = Path(session.create_tmp()).resolve()
+    dist = build_wheels(session, list(NATIVE), place)
+    checker = str(ROOT / "tools" / "lint" / "check_wheel.py")
+    suites = []
+    for name, folder in NATIVE.items():
+        for wanted in session.posargs or (f"{lower_bounds([name])['torch']}.*", pinned_torch()):
+            python, empty = clean_venv(session, place, f"{name}-{wanted.replace('*', 'x')}")
+            wheel = ["--find-links", str(dist), distribution_of(name)]
+            pip = [python, "-m", "pip", "install", "--quiet", f"torch=={wanted}", *group("test"), *wheel]
+            session.run(*pip, external=True, silent=True)
+            with session.chdir(empty):
+                session.run(python, "-I", checker, "installed", distribution_of(name), str(folder), external=True)
+            suites += package_suites([name], python, f"-{wanted}")
+    run_pytest(session, suites, [] if gpu_present() else ["-m", "not cuda"])
 
 
 # ---------------------------------------------------------------------------------------------- docs, benches, release

@@ -19,6 +19,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -238,6 +240,17 @@ def _status_bytes(field: str) -> int:
     raise KeyError(field)
 
 
+def import_milliseconds(starts: int) -> float:
+    """What `import drivetrain.kernels` adds to `import torch`: the least over several fresh processes."""
+    code = (
+        "import time, torch; start = time.perf_counter(); import drivetrain.kernels;"
+        "print((time.perf_counter() - start) * 1e3)"
+    )
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(starts)]
+    return min(float(run.stdout) for run in runs)
+
+
 def quartiles(values: list[float]) -> tuple[float, float, float]:
     """Lower quartile, median, upper quartile."""
     low, middle, high = statistics.quantiles(values, n=4)
@@ -311,6 +324,7 @@ def main() -> None:
         "rounds": options.rounds,
         "implementation": status.implementation,
         "usable_instruction_sets": list(instruction_sets()),
+        "import_milliseconds_after_torch": import_milliseconds(5),
         "load_average_before": os.getloadavg()[0],
     }
     for key, value in machine.items():

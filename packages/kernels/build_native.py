@@ -3,25 +3,26 @@
     python build_native.py                  in place, for development: src/drivetrain/kernels/_native.<tag>.so
     python build_native.py --check thread   the C++ tests under a sanitizer (address, undefined, thread, or none)
 
-A wheel's build hook (hatch_build.py) calls `build` too. Needs a C++17 compiler (`CXX`, else c++, g++ or clang++) and
-pybind11; torch is not needed and not looked at. Each instruction set is its own translation unit with its own flags;
-nothing is tuned to the machine that builds. Objects are kept under build/ and compiled again only when a source or the
-command changed.
+A wheel's build hook (hatch_build.py) calls `build` too. Needs a C++17 compiler (`CXX`, else c++, g++ or clang++),
+pybind11 and ninja; torch is not needed and not looked at. Each instruction set is its own translation unit with its own
+flags; nothing is tuned to the machine that builds. What is here is the list of commands; ninja runs those whose
+sources, headers or flags changed, and keeps its objects under build/.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import ninja
 import pybind11
 
 ROOT = Path(__file__).resolve().parent
@@ -76,101 +77,78 @@ def find_compiler() -> list[str]:
     )
 
 
-def _run(command: list[str], folder: Path | None = None) -> None:
+def _run(command: Sequence[str], folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     if done.returncode != 0:
         raise BuildError(
-            f"a command failed (exit status {done.returncode}):\n{' '.join(command)}\n{done.stdout}{done.stderr}"
+            f"a command failed (exit status {done.returncode}):\n{shlex.join(command)}\n{done.stdout}{done.stderr}"
         )
-    if done.stderr:
-        sys.stderr.write(done.stderr)
+    sys.stderr.write(done.stdout + done.stderr)
 
 
-def _supports(compiler: list[str], flags: list[str], scratch: Path) -> bool:
-    probe = scratch / "probe.cpp"
-    probe.write_text("int main() { return 0; }\n")
-    command = [*compiler, *flags, "-c", str(probe), "-o", str(scratch / "probe.o")]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+def _supports(compiler: list[str], flags: list[str]) -> bool:
+    command = [*compiler, *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
+    return subprocess.run(command, input=b"int main() {}", capture_output=True, check=False).returncode == 0
 
 
-def _flags(source: Path, compiler: list[str], scratch: Path) -> list[str]:
-    flags = FLAGS_BY_SOURCE.get(source.name, [])
-    if not flags or platform.machine().lower() not in ("x86_64", "amd64"):
-        return []
-    # A compiler too old for an instruction set builds that translation unit empty, and the core does without it.
-    return flags if _supports(compiler, flags, scratch) else []
-
-
-def _stale(output: Path, command: list[str], newest: float) -> bool:
-    stamp = output.with_suffix(output.suffix + ".command")
-    wanted = hashlib.sha256("\0".join(command).encode()).hexdigest()
-    if output.exists() and output.stat().st_mtime >= newest and stamp.exists() and stamp.read_text() == wanted:
-        return False
-    stamp.write_text(wanted)
-    return True
-
-
-def build(output: Path, *, scratch: Path | None = None, extra: tuple[str, ...] = ()) -> Path:
-    """Build the extension into the folder `output` and return its path.
-
-    `extra` flags go to compiler and linker (sanitizers).
-    """
+def _compile(scratch: Path, programs: Mapping[Path, Sequence[Path]], flags: Sequence[str], link: Sequence[str]) -> None:
+    """Bring `programs` (and what each consists of) up to date; objects are kept in `scratch`."""
     compiler = find_compiler()
-    scratch = scratch or ROOT / "build" / (sysconfig.get_platform() + "-" + (sys.implementation.cache_tag or "python"))
     scratch.mkdir(parents=True, exist_ok=True)
-    newest = max(path.stat().st_mtime for path in SOURCES.rglob("*") if path.is_file())
-    includes = [f"-I{SOURCES}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
-    sources = [*sorted(SOURCES.glob("core/*.cpp")), SOURCES / "bindings.cpp"]
+    # A compiler too old for an instruction set builds that translation unit empty, and the core does without it.
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    own = {name: more for name, more in FLAGS_BY_SOURCE.items() if x86 and _supports(compiler, more)}
+    objects = {source: f"{source.parent.name}-{source.stem}.o" for all_of in programs.values() for source in all_of}
 
-    def compile_one(source: Path) -> Path:
-        target = scratch / (source.stem + ".o")
-        own = scratch / source.stem
-        own.mkdir(exist_ok=True)
-        command = [
-            *compiler,
-            *COMMON,
-            *_flags(source, compiler, own),
-            *extra,
-            *includes,
-            "-c",
-            str(source),
-            "-o",
-            str(target),
-        ]
-        if _stale(target, command, newest):
-            _run(command)
-        return target
+    def command(*words: str) -> str:
+        return ninja.escape(shlex.join(words))
 
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        objects = list(pool.map(compile_one, sources))
+    with (scratch / "build.ninja").open("w", encoding="utf-8") as file:
+        rules = ninja.Writer(file)
+        rules.rule(
+            "compile",
+            f"{command(*compiler, *flags)} $own -MMD -MF $out.d -c $in -o $out",
+            depfile="$out.d",
+            deps="gcc",
+        )
+        rules.rule("link", f"{command(*compiler, *link)} $in -o $out")
+        for source, target in objects.items():
+            more = command(*own.get(source.name, []))
+            rules.build(target, "compile", str(source), variables={"own": more})
+        for program, all_of in programs.items():
+            rules.build(str(program), "link", [objects[source] for source in all_of])
+    _run([sys.executable, "-m", "ninja", "--quiet"], scratch)
+
+
+def _core() -> list[Path]:
+    return sorted(SOURCES.glob("core/*.cpp"))
+
+
+def build(output: Path, *, scratch: Path | None = None) -> Path:
+    """Build the extension into the folder `output` and return its path."""
     output.mkdir(parents=True, exist_ok=True)
-    extension = output / EXTENSION
+    extension = output.resolve() / EXTENSION
+    includes = [f"-I{SOURCES}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}"]
     undefined = ["-undefined", "dynamic_lookup"] if platform.system() == "Darwin" else []
-    _run([*compiler, "-shared", "-pthread", *extra, *undefined, *map(str, objects), "-o", str(extension)])
+    _compile(
+        scratch or ROOT / "build" / f"{sysconfig.get_platform()}-{sys.implementation.cache_tag or 'python'}",
+        {extension: [*_core(), SOURCES / "bindings.cpp"]},
+        flags=[*COMMON, *includes],
+        link=["-shared", "-pthread", *undefined],
+    )
     return extension
 
 
-def check(sanitizer: str) -> None:
-    """Compile the C++ tests of the core with a sanitizer ("none" for without) and run them."""
-    compiler = find_compiler()
+def check(sanitizer: str) -> list[str]:
+    """Compile every file of the core's C++ tests with a sanitizer ("none" for without) as a program of its own, run
+    them, and return their names."""
     scratch = ROOT / "build" / f"check-{sanitizer}"
-    scratch.mkdir(parents=True, exist_ok=True)
     flags = [] if sanitizer == "none" else [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    sources = [*sorted(SOURCES.glob("core/*.cpp")), *sorted(SOURCES.glob("tests/*.cpp"))]
-
-    def compile_one(source: Path) -> Path:
-        target = scratch / (source.stem + ".o")
-        own = scratch / source.stem
-        own.mkdir(exist_ok=True)
-        options = [*COMMON, "-O1", "-g", *_flags(source, compiler, own), *flags, f"-I{SOURCES}"]
-        _run([*compiler, *options, "-c", str(source), "-o", str(target)])
-        return target
-
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        objects = list(pool.map(compile_one, sources))
-    program = scratch / "run_tests"
-    _run([*compiler, "-pthread", *flags, *map(str, objects), "-o", str(program)])
-    _run([str(program)], scratch)  # its scratch files belong there
+    programs = {scratch / test.stem: [*_core(), test] for test in sorted(SOURCES.glob("tests/*.cpp"))}
+    _compile(scratch, programs, flags=[*COMMON, "-O1", "-g", *flags, f"-I{SOURCES}"], link=["-pthread", *flags])
+    for program in programs:
+        _run([str(program)], scratch)  # its scratch files belong there
+    return [program.name for program in programs]
 
 
 def main() -> None:
@@ -182,8 +160,8 @@ def main() -> None:
     options = parser.parse_args()
     try:
         if options.check is not None:
-            check(options.check)
-            sys.stdout.write(f"the C++ tests pass (sanitizer: {options.check})\n")
+            passed = ", ".join(check(options.check))
+            sys.stdout.write(f"the C++ tests pass (sanitizer: {options.check}): {passed}\n")
         else:
             sys.stdout.write(f"{build(options.output)}\n")
     except BuildError as error:

@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from drivetrain.engine.checkpoint import save
-from drivetrain.engine.cli.checkpoint import human_bytes, parse_bytes
 from drivetrain.engine.cli.main import COMMANDS, application, installed_version
+from drivetrain.engine.cli.sizes import binary_bytes, human_bytes, parse_bytes
 from drivetrain.zero import FlatSlice
 
 
@@ -41,7 +41,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_every_command(flag: str) -> None:
     result = run(flag)
     assert result.exit_code == 0
-    assert set(COMMANDS) == {"run", "check", "schema", "checkpoint", "report"}
+    assert set(COMMANDS) == {"run", "check", "schema", "checkpoint", "report", "io"}
     for name, entry in COMMANDS.items():
         assert any(name in line and entry.help in line for line in result.output.splitlines()), name
 
@@ -273,3 +273,4 @@ def test_sizes_for_people() -> None:
         "7.5 GB",
         "2.0 TB",
     ]
+    assert [binary_bytes(size) for size in (4096, 1 << 20, 3 << 30, 1000)] == ["4 KiB", "1 MiB", "3 GiB", "1.0 kB"]

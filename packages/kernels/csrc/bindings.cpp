@@ -185,15 +185,16 @@ struct OpenFile {
 };
 
 std::unique_ptr<OpenFile> open_file(const std::string& path, int mode, std::size_t block_bytes, unsigned queue_depth, unsigned workers,
-                                    bool direct, bool ring) {
+                                    bool direct, bool ring, const std::vector<std::pair<std::uintptr_t, std::size_t>>& memory) {
     if (mode < 0 || mode > 2) throw py::value_error("unknown mode " + std::to_string(mode));
     if (block_bytes == 0 || block_bytes % 4096 != 0 || queue_depth == 0) throw py::value_error("block size or queue depth");
     auto file = std::make_unique<OpenFile>();
+    drivetrain::QueueOptions options{block_bytes, queue_depth, workers, direct, ring};
+    for (const auto& [address, bytes] : memory) options.memory.push_back({pointer<char*>(address), bytes});
     int error = 0;
     {
         const py::gil_scoped_release released;
         try {
-            const drivetrain::QueueOptions options{block_bytes, queue_depth, workers, direct, ring};
             file->queue.reset(new drivetrain::FileQueue(path, static_cast<drivetrain::OpenMode>(mode), options));
         } catch (const std::system_error& failure) {
             error = failure.code().value();
@@ -215,7 +216,7 @@ void bind_files(py::module_& module) {
         .def("failed_at", &FileRequest::failed_at);
     py::class_<OpenFile>(module, "OpenFile")
         .def(py::init(&open_file), py::kw_only(), py::arg("path"), py::arg("mode"), py::arg("block_bytes"), py::arg("queue_depth"),
-             py::arg("workers"), py::arg("direct"), py::arg("ring"))
+             py::arg("workers"), py::arg("direct"), py::arg("ring"), py::arg("memory"))
         .def(
             "submit",
             [](const OpenFile& file, bool writes, std::uintptr_t data, std::size_t bytes, std::int64_t offset) {
@@ -232,6 +233,7 @@ void bind_files(py::module_& module) {
              })
         .def("uses_ring", [](const OpenFile& file) { return file.get().uses_ring(); })
         .def("uses_direct", [](const OpenFile& file) { return file.get().uses_direct(); })
+        .def("holds_memory", [](const OpenFile& file) { return file.get().holds_memory(); })
         .def("ring_refusal", [](const OpenFile& file) { return file.get().ring_refusal(); })
         .def("close", [](OpenFile& file) { file.queue.reset(); });
 }

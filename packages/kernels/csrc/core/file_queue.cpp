@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <system_error>
 #include <utility>
 
@@ -21,6 +22,14 @@ struct FileQueue::Block {
     char* data = nullptr;
     std::size_t bytes = 0;
     std::int64_t offset = 0;
+};
+
+// What is left to take of a request.
+struct FileQueue::Transfer {
+    std::shared_ptr<FileRequest> request;
+    bool writes;
+    char* data;                             // of the byte at `begin`
+    std::size_t begin, first, last, end, at;  // offsets in the file: what may go directly lies from `first` to `last`; the next block
 };
 
 namespace {
@@ -49,6 +58,8 @@ std::size_t memory_alignment(int fd) {
 }
 
 std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
+
+std::size_t pieces(std::size_t bytes, std::size_t piece) { return (bytes + piece - 1) / piece; }
 
 }  // namespace
 
@@ -97,19 +108,35 @@ struct FileQueue::Slot {
 // Serves the queue from one thread.
 class FileQueue::Worker {
 public:
-    Worker(FileQueue& queue, unsigned depth, bool ring) : queue_(queue), slots_(depth) {
-        if (ring) ring_ = std::make_unique<Ring>(queue.calls_, depth);
+    Worker(FileQueue& queue, unsigned depth) : queue_(queue), slots_(depth), together_(std::clamp(depth / 8, 1u, 4u)) {
         for (Slot& slot : slots_) idle_.push_back(&slot);
     }
 
-    void serve() {
-        ring_ != nullptr ? serve_ring() : serve_alone();
+    // `memory`: what a ring is to hold; null for no ring. Tells through `ready` that it works, and whether it holds the memory.
+    void serve(const std::vector<MemoryRange>* memory, std::promise<bool> ready) {
+        if (memory == nullptr) {
+            ready.set_value(false);
+            return serve_alone();
+        }
+        try {
+            ring_ = std::make_unique<Ring>(queue_.calls_, static_cast<unsigned>(slots_.size()));
+            ready.set_value(!memory->empty() && ring_->hold(*memory) == 0);
+        } catch (...) {
+            return ready.set_exception(std::current_exception());
+        }
+        serve_ring();
     }
+
+    void wake() {
+        if (ring_ != nullptr) ring_->wake();
+    }
+
+    bool asleep = false;  // in its ring with room for blocks; the queue's mutex is for it
 
 private:
     void serve_alone() {
         Slot& slot = slots_.front();
-        while (queue_.take(&slot.block, true)) {
+        while (queue_.take(&slot.block, nullptr) == Taken::block) {
             if (!begin(slot)) continue;
             ssize_t result;
             do {
@@ -121,30 +148,34 @@ private:
     }
 
     void serve_ring() {
-        for (;;) {
-            while (!idle_.empty()) {
-                Slot& slot = *idle_.back();
-                if (!queue_.take(&slot.block, under_way_ == 0)) break;
-                if (!begin(slot)) continue;
-                idle_.pop_back();
-                ++under_way_;
-                push(slot);
-            }
-            if (under_way_ == 0) return;  // told to stop
-            const int error = ring_->submit_and_wait();
+        while (fill()) {
+            const int error = ring_->submit_and_wait(idle_.empty() ? together_ : 1);
             if (error < 0) std::abort();  // the ring itself is broken: memory that the kernel may still write must not be given back
             RingCompletion completion;
             while (ring_->pop(&completion)) {
                 Slot& slot = slots_[static_cast<std::size_t>(completion.user_data)];
                 const std::int32_t result = queue_.calls_.ring_result(slot.block.writes, slot.left(), completion.result);
-                if (!advance(slot, result)) {
-                    push(slot);
-                } else {
-                    --under_way_;
+                if (advance(slot, result)) {
                     idle_.push_back(&slot);
+                } else {
+                    push(slot);
                 }
             }
         }
+    }
+
+    // Gives idle slots blocks to do. False when the queue has stopped and nothing is under way.
+    bool fill() {
+        while (!idle_.empty()) {
+            Slot& slot = *idle_.back();
+            const Taken taken = queue_.take(&slot.block, &asleep);
+            if (taken == Taken::stop) return idle_.size() < slots_.size();
+            if (taken == Taken::nothing) return true;
+            if (!begin(slot)) continue;
+            idle_.pop_back();
+            push(slot);
+        }
+        return true;
     }
 
     void push(Slot& slot) {
@@ -205,7 +236,7 @@ private:
     FileQueue& queue_;
     std::vector<Slot> slots_;
     std::vector<Slot*> idle_;
-    std::size_t under_way_ = 0;
+    unsigned together_;  // completions to wait for while the ring is full: few, as requests end that much later
     std::unique_ptr<Ring> ring_;
 };
 
@@ -215,14 +246,7 @@ FileQueue::FileQueue(const std::string& path, OpenMode mode, const QueueOptions&
     try {
         start_workers(options);
     } catch (...) {
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            stop_ = true;
-        }
-        wake_.notify_all();
-        for (std::thread& thread : threads_) thread.join();
-        close(fd_);
-        if (direct_fd_ >= 0) close(direct_fd_);
+        close_files();
         throw;
     }
 }
@@ -243,26 +267,59 @@ void FileQueue::open_files(const std::string& path, OpenMode mode, bool direct) 
 #endif
 }
 
+void FileQueue::close_files() {
+    close(fd_);
+    if (direct_fd_ >= 0) close(direct_fd_);
+}
+
 void FileQueue::start_workers(const QueueOptions& options) {
     if (options.ring) {
+        const unsigned workers = std::max(1u, options.workers);
         try {
-            const unsigned workers = std::max(1u, options.workers);
-            for (unsigned k = 0; k < workers; ++k) {
-                workers_.push_back(std::make_unique<Worker>(*this, std::max(1u, options.queue_depth / workers), true));
-            }
+            start(workers, std::max(1u, options.queue_depth / workers), &options.memory);
             uses_ring_ = true;
+            return;
         } catch (const std::system_error& error) {
-            workers_.clear();
             ring_refusal_ = error.what();
         }
     }
-    if (!uses_ring_) {
-        const unsigned wanted = options.workers == 0 ? 8 : options.workers;
-        for (unsigned k = 0; k < std::min(wanted, options.queue_depth); ++k) workers_.push_back(std::make_unique<Worker>(*this, 1, false));
+    const unsigned wanted = options.workers == 0 ? 8 : options.workers;
+    start(std::min(wanted, options.queue_depth), 1, nullptr);
+}
+
+// Starts threads that serve; they make their rings themselves, as these belong to a thread each. With none of them if one fails.
+void FileQueue::start(unsigned workers, unsigned depth, const std::vector<MemoryRange>* memory) {
+    std::vector<std::future<bool>> ready;
+    holds_memory_ = memory != nullptr;
+    try {
+        for (unsigned k = 0; k < workers; ++k) {
+            workers_.push_back(std::make_unique<Worker>(*this, depth));
+            std::promise<bool> promise;
+            ready.push_back(promise.get_future());
+            threads_.emplace_back(&Worker::serve, workers_.back().get(), memory, std::move(promise));
+        }
+        for (std::future<bool>& each : ready) each.wait();
+        for (std::future<bool>& each : ready) holds_memory_ &= each.get();
+    } catch (...) {
+        for (std::future<bool>& each : ready) {
+            if (each.valid()) each.wait();  // its ring is there or not, and may be woken
+        }
+        stop();
+        throw;
     }
-    for (const std::unique_ptr<Worker>& worker : workers_) {
-        threads_.emplace_back([worker = worker.get()] { worker->serve(); });
+}
+
+void FileQueue::stop() {
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        stop_ = true;
+        for (const std::unique_ptr<Worker>& worker : workers_) worker->wake();
     }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+    workers_.clear();
+    stop_ = holds_memory_ = false;
 }
 
 void FileQueue::release(FileQueue* queue) {
@@ -270,59 +327,53 @@ void FileQueue::release(FileQueue* queue) {
 }
 
 FileQueue::~FileQueue() {
-    {
-        const std::lock_guard<std::mutex> lock(mutex_);
-        stop_ = true;
-    }
-    wake_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-    close(fd_);
-    if (direct_fd_ >= 0) close(direct_fd_);
+    stop();
+    close_files();
 }
 
-bool FileQueue::take(Block* block, bool wait) {
+// With `asleep`, of a worker that waits in its ring: sets it when there is nothing to do. Without, waits.
+FileQueue::Taken FileQueue::take(Block* block, bool* asleep) {
     std::unique_lock<std::mutex> lock(mutex_);
-    if (wait) wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
-    if (queue_.empty()) return false;
-    *block = std::move(queue_.front());
-    queue_.pop_front();
-    return true;
+    if (asleep == nullptr) wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
+    if (asleep != nullptr) *asleep = queue_.empty();
+    if (queue_.empty()) return stop_ ? Taken::stop : Taken::nothing;
+    Transfer& transfer = queue_.front();
+    *block = next_block(transfer);
+    if (transfer.at == transfer.end) queue_.pop_front();
+    return Taken::block;
 }
 
-std::vector<FileQueue::Block> FileQueue::cut(const std::shared_ptr<FileRequest>& request, bool writes, char* data, std::size_t bytes,
-                                             std::int64_t offset) const {
-    std::vector<Block> blocks;
-    const auto begin = static_cast<std::size_t>(offset), end = begin + bytes;
-    std::size_t first = begin, last = end;  // what may go directly
-    if (uses_direct()) {
-        first = std::min(end, round_up(begin, kPage));
-        last = std::max(first, end / kPage * kPage);
-    }
-    const auto add = [&](std::size_t from, std::size_t to, bool direct) {
-        for (std::size_t at = from; at < to; at += block_bytes_) {
-            Block block;
-            block.request = request;
-            block.writes = writes;
-            block.direct = direct;
-            block.data = data + (at - begin);
-            block.bytes = std::min(block_bytes_, to - at);
-            block.offset = static_cast<std::int64_t>(at);
-            blocks.push_back(std::move(block));
-        }
-    };
-    add(begin, first, false);
-    add(first, last, uses_direct());
-    add(last, end, false);
-    return blocks;
+FileQueue::Block FileQueue::next_block(Transfer& transfer) const {
+    const std::size_t from = transfer.at;
+    const std::size_t to = from < transfer.first ? transfer.first : from < transfer.last ? transfer.last : transfer.end;
+    Block block;
+    block.request = transfer.request;
+    block.writes = transfer.writes;
+    block.direct = from >= transfer.first && from < transfer.last;
+    block.data = transfer.data + (from - transfer.begin);
+    block.bytes = std::min(block_bytes_, to - from);
+    block.offset = static_cast<std::int64_t>(from);
+    transfer.at += block.bytes;
+    return block;
 }
 
 std::shared_ptr<FileRequest> FileQueue::submit(bool writes, void* data, std::size_t bytes, std::int64_t offset) {
     auto request = std::make_shared<FileRequest>();
-    std::vector<Block> blocks = cut(request, writes, static_cast<char*>(data), bytes, offset);
-    request->blocks_ = blocks.size();
+    const auto begin = static_cast<std::size_t>(offset), end = begin + bytes;
+    const std::size_t first = uses_direct() ? std::min(end, round_up(begin, kPage)) : end;
+    const std::size_t last = uses_direct() ? std::max(first, end / kPage * kPage) : end;
+    std::size_t blocks = pieces(first - begin, block_bytes_) + pieces(last - first, block_bytes_) + pieces(end - last, block_bytes_);
+    if (blocks == 0) return request;
+    request->blocks_ = blocks;
     {
         const std::lock_guard<std::mutex> lock(mutex_);
-        for (Block& block : blocks) queue_.push_back(std::move(block));
+        queue_.push_back({request, writes, static_cast<char*>(data), begin, first, last, end, begin});
+        for (const std::unique_ptr<Worker>& worker : workers_) {
+            if (blocks == 0 || !worker->asleep) continue;
+            worker->asleep = false;
+            worker->wake();
+            --blocks;
+        }
     }
     wake_.notify_all();
     return request;

@@ -2,9 +2,10 @@
 //
 // Problem: storage is fast only with many large requests under way at once that go past the page cache, and direct requests must be
 // aligned in the file and in memory, which tensors are not.
-// Idea: a request is cut into blocks at aligned file offsets. The odd head and tail go through the page cache; aligned blocks go
-// directly, from or to the caller's memory where that is aligned too, else through a buffer of the worker. Workers take blocks from one
-// queue: with io_uring each keeps a ring full, without it each does one block at a time.
+// Idea: a request is cut into blocks at aligned file offsets, one after another as workers take them. The odd head and tail go through
+// the page cache; aligned blocks go directly, from or to the caller's memory where that is aligned too, else through a buffer of the
+// worker. With io_uring each worker keeps a ring full, and wakes for several completions at a time while it is; without it each does
+// one block at a time. Memory that the caller declares is held by the kernel for good, which saves its look-up in each transfer.
 // Direct parts are whole pages even where the drive would take less, and the page cache reads nothing ahead: a page that is written
 // directly while the cache holds it dirty or is reading it may lose data (Linux then fails the next fsync with EIO).
 // Invariants: a transfer that was cut short goes on where it stopped; what the direct path refuses is tried through the page cache; a
@@ -34,6 +35,7 @@ struct QueueOptions {
     unsigned workers;         // 0: one with io_uring, eight without
     bool direct;              // try O_DIRECT
     bool ring;                // try io_uring
+    std::vector<MemoryRange> memory = {};  // what rings are to hold, as long as the queue is there
 };
 
 class FileRequest {
@@ -74,27 +76,33 @@ public:
     bool uses_ring() const { return uses_ring_; }
     bool uses_direct() const { return direct_fd_ >= 0; }
     const std::string& ring_refusal() const { return ring_refusal_; }
+    bool holds_memory() const { return holds_memory_; }
 
 private:
     struct Block;
+    struct Transfer;
     struct Slot;
     class Worker;
+    enum class Taken : std::uint8_t { block, nothing, stop };
 
     void open_files(const std::string& path, OpenMode mode, bool direct);
+    void close_files();
     void start_workers(const QueueOptions& options);
-    std::vector<Block> cut(const std::shared_ptr<FileRequest>& request, bool writes, char* data, std::size_t bytes, std::int64_t offset) const;
-    bool take(Block* block, bool wait);
+    void start(unsigned workers, unsigned depth, const std::vector<MemoryRange>* memory);
+    void stop();
+    Block next_block(Transfer& transfer) const;
+    Taken take(Block* block, bool* asleep);
 
     SystemCalls& calls_;
     std::size_t block_bytes_, memory_alignment_ = 4096;
     int fd_ = -1, direct_fd_ = -1;
-    bool uses_ring_ = false;
+    bool uses_ring_ = false, holds_memory_ = false;
     std::string ring_refusal_;
     std::int64_t owner_;  // process id
 
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::deque<Block> queue_;
+    std::deque<Transfer> queue_;
     bool stop_ = false;
     std::vector<std::unique_ptr<Worker>> workers_;
     std::vector<std::thread> threads_;

@@ -19,8 +19,9 @@ ssize_t SystemCalls::write(int fd, const void* from, std::size_t bytes, std::int
 
 #if defined(__linux__)
 
-// The same numbers on every architecture, since both calls are younger than the common table.
-constexpr long kRingSetup = 425, kRingEnter = 426;
+// The same numbers on every architecture, since these calls are younger than the common table.
+constexpr long kRingSetup = 425, kRingEnter = 426, kRingRegister = 427;
+constexpr unsigned kRegisterBuffers = 0;
 
 int SystemCalls::ring_setup(unsigned entries, RingParams* params) {
     const long result = syscall(kRingSetup, entries, params);
@@ -32,10 +33,16 @@ int SystemCalls::ring_enter(int fd, unsigned submit, unsigned complete, unsigned
     return result < 0 ? -errno : static_cast<int>(result);
 }
 
+int SystemCalls::ring_register_memory(int fd, const MemoryRange* ranges, unsigned count) {
+    const long result = syscall(kRingRegister, fd, kRegisterBuffers, ranges, count);
+    return result < 0 ? -errno : static_cast<int>(result);
+}
+
 #else
 
 int SystemCalls::ring_setup(unsigned, RingParams*) { return -ENOSYS; }
 int SystemCalls::ring_enter(int, unsigned, unsigned, unsigned) { return -ENOSYS; }
+int SystemCalls::ring_register_memory(int, const MemoryRange*, unsigned) { return -ENOSYS; }
 
 #endif
 

@@ -30,7 +30,10 @@ struct RingSubmission {
     std::int32_t fd;
     std::uint64_t offset, address;
     std::uint32_t length, operation_flags;
-    std::uint64_t user_data, reserved[3];
+    std::uint64_t user_data;
+    std::uint16_t buffer, personality;
+    std::uint32_t reserved1;
+    std::uint64_t reserved2[2];
 };
 static_assert(sizeof(RingSubmission) == 64, "struct io_uring_sqe");
 
@@ -41,6 +44,12 @@ struct RingCompletion {
 };
 static_assert(sizeof(RingCompletion) == 16, "struct io_uring_cqe");
 
+// Memory as struct iovec has it.
+struct MemoryRange {
+    char* data;
+    std::size_t bytes;
+};
+
 // The real calls; results are negative error numbers instead of -1 with errno. Tests derive from it.
 class SystemCalls {
 public:
@@ -49,6 +58,7 @@ public:
     virtual ssize_t write(int fd, const void* from, std::size_t bytes, std::int64_t offset);
     virtual int ring_setup(unsigned entries, RingParams* params);
     virtual int ring_enter(int fd, unsigned submit, unsigned complete, unsigned flags);
+    virtual int ring_register_memory(int fd, const MemoryRange* ranges, unsigned count);
     // What a ring's transfer of `bytes` is taken to have returned.
     virtual std::int32_t ring_result(bool writes, std::size_t bytes, std::int32_t result);
 

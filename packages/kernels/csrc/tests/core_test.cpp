@@ -197,7 +197,7 @@ void test_pool() {
 // Cuts transfers short, interrupts them, refuses direct ones and fails from some offset on.
 class FaultySystem : public SystemCalls {
 public:
-    bool forbids_rings = false, refuses_direct = false, zero_writes = false;
+    bool forbids_rings = false, refuses_direct = false, zero_writes = false, refuses_memory = false;
     std::int64_t fails_from = INT64_MAX;
     int error = EIO;
 
@@ -212,6 +212,9 @@ public:
     }
     int ring_setup(unsigned entries, RingParams* params) override {
         return forbids_rings ? -EPERM : SystemCalls::ring_setup(entries, params);
+    }
+    int ring_register_memory(int fd, const MemoryRange* ranges, unsigned count) override {
+        return refuses_memory ? -ENOMEM : SystemCalls::ring_register_memory(fd, ranges, count);
     }
     std::int32_t ring_result(bool writes, std::size_t bytes, std::int32_t result) override {
         if (writes && zero_writes) return 0;
@@ -287,6 +290,38 @@ void test_file_queue(bool ring, bool direct, unsigned workers, bool faulty) {
     std::remove(path.c_str());
 }
 
+struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+};
+
+// Transfers from and to memory that the ring holds, memory that begins or ends outside of it, and where holding is refused.
+void test_held_memory(unsigned workers, bool refused) {
+    const std::string path = scratch_file();
+    FaultySystem faults;
+    faults.refuses_memory = refused;
+    const std::size_t bytes = 20 * 4096;
+    const std::unique_ptr<char, Free> memory(static_cast<char*>(std::aligned_alloc(4096, 3 * bytes)));
+    const std::vector<MemoryRange> held{{memory.get() + 2 * bytes, bytes}, {memory.get(), bytes}};
+    for (std::size_t i = 0; i < 3 * bytes; ++i) memory.get()[i] = static_cast<char>(i * 7 + i / 251);
+    const std::string expected(memory.get(), 3 * bytes);
+    {
+        FileQueue queue(path, OpenMode::create, {8192, 8, workers, true, true, held}, faults);
+        require(queue.holds_memory() == (queue.uses_ring() && !refused), "what is held");
+        require(queue.submit(true, memory.get(), 3 * bytes, 0)->wait() == 0, "a write across");
+        std::memset(memory.get(), 0, 3 * bytes);
+        // One after another, each while the one before is under way, so that the ring is woken for it.
+        std::vector<std::shared_ptr<FileRequest>> requests;
+        for (std::size_t at = 0; at < 3 * bytes; at += 4096) {
+            requests.push_back(queue.submit(false, memory.get() + at, 4096, static_cast<std::int64_t>(at)));
+        }
+        for (const auto& request : requests) require(request->wait() == 0, "a read of a page");
+        require(std::memcmp(memory.get(), expected.data(), 3 * bytes) == 0, "what is read into held memory");
+        require(queue.submit(false, memory.get() + 123, bytes, 123)->wait() == 0, "a read that begins anywhere");
+        require(std::memcmp(memory.get(), expected.data(), 3 * bytes) == 0, "what is read beyond held memory");
+    }
+    std::remove(path.c_str());
+}
+
 void test_file_errors(bool ring) {
     const std::string path = scratch_file();
     std::vector<char> data(100000);
@@ -331,6 +366,9 @@ void test_files() {
         }
         test_file_errors(ring);
     }
+    for (const unsigned workers : {1u, 3u}) {
+        for (const bool refused : {false, true}) test_held_memory(workers, refused);
+    }
 }
 
 }  // namespace
@@ -341,8 +379,6 @@ int main() {
     test_steps_agree();
     test_quantization();
     test_files();
-    test_folds();
-    test_shared_memory();
     std::puts("ok");
     return 0;
 }

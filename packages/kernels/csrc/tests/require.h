@@ -10,7 +10,3 @@ inline void require(bool condition, const std::string& what) {
     std::fprintf(stderr, "failed: %s\n", what.c_str());
     std::exit(1);
 }
-
-// shared_memory_test.cpp
-void test_folds();
-void test_shared_memory();

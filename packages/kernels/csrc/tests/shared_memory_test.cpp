@@ -315,8 +315,6 @@ void test_segments() {
     require(!ProcessWatch({Process::current().id, 1}).alive(), "a process that started at another time is another one");
 }
 
-}  // namespace
-
 void test_folds() {
     for (const KernelTable* table : usable_kernels()) {
         choose_kernels(table->name);
@@ -342,4 +340,13 @@ void test_shared_memory() {
         }
     }
     test_trouble();
+}
+
+}  // namespace
+
+int main() {
+    test_folds();
+    test_shared_memory();
+    std::puts("ok");
+    return 0;
 }

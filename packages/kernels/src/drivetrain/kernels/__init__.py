@@ -15,12 +15,13 @@ one that serves an op on a device, and `available()` says which one it is, and w
 
 from __future__ import annotations
 
-from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
+from .aio import AsyncFile, AsyncFileOptions, Ticket
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, implementation, resolve
 from .gating import top_k_gating
 from .grouped_matmul import grouped_matmul
+from .host_memory import BufferPool, aligned_empty
 from .optim import Lamb, Lion
 from .quantization import (
     PackedSigns,
@@ -49,6 +50,7 @@ __all__ = [
     "AdamRule",
     "AsyncFile",
     "AsyncFileOptions",
+    "BufferPool",
     "CpuAdagrad",
     "CpuAdam",
     "CpuLamb",

@@ -4,7 +4,8 @@ Problem: states that live on NVMe must come and go at the drive's speed while th
 large requests under way at once, past the page cache, and tensors that are not aligned as such requests must be.
 Idea: `AsyncFile` hands a request to the native file queue (io_uring with O_DIRECT; threads where a container forbids
 io_uring; the page cache where the file system refuses O_DIRECT) and gives back a `Ticket`. Heads, tails and unaligned
-memory are taken care of; memory of `aligned_empty` is read and written without a copy between.
+memory are taken care of; memory of `aligned_empty` is read and written without a copy between, and that of a
+`BufferPool` without the kernel looking up its pages.
 Invariants: a tensor is kept alive until its request has ended, whatever its owner drops; every failure is raised at
 `wait`, with path and offset, and again by the file's `wait` or `close` if nobody waited for the ticket; nothing is
 started at import.
@@ -12,7 +13,6 @@ started at import.
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from .core import CORE
+from .host_memory import PAGE, BufferPool
 
-__all__ = ["AsyncFile", "AsyncFileOptions", "Ticket", "aligned_empty"]
+__all__ = ["AsyncFile", "AsyncFileOptions", "Ticket"]
 
-_PAGE: Final = 4096
 _SHORT: Final = -1  # FileRequest::kShortFile
 _LARGEST_BLOCK: Final = 1 << 30
 _MODES: Final = ("r", "w", "r+")  # in the order of OpenMode
@@ -49,9 +49,9 @@ class AsyncFileOptions:
     direct: bool = True
 
     def __post_init__(self) -> None:
-        if not _PAGE <= self.block_size <= _LARGEST_BLOCK or self.block_size % _PAGE:
+        if not PAGE <= self.block_size <= _LARGEST_BLOCK or self.block_size % PAGE:
             raise ValueError(
-                f"block_size: expected a multiple of {_PAGE} up to {_LARGEST_BLOCK}; found {self.block_size}"
+                f"block_size: expected a multiple of {PAGE} up to {_LARGEST_BLOCK}; found {self.block_size}"
             )
         if not 1 <= self.queue_depth <= 4096:
             raise ValueError(f"queue_depth: expected 1 to 4096; found {self.queue_depth}")
@@ -61,17 +61,6 @@ class AsyncFileOptions:
             )
         if self.engine not in ("auto", "io_uring", "threads"):
             raise ValueError(f"engine: expected 'auto', 'io_uring' or 'threads'; found {self.engine!r}")
-
-
-def aligned_empty(*shape: int, dtype: torch.dtype = torch.float32, pin: bool = False) -> Tensor:
-    """A tensor in host memory, not initialised, that begins at a page, so that requests need no copy.
-
-    `pin=True` also locks it for transfers to an accelerator, which must be there.
-    """
-    numel = math.prod(shape)
-    room = torch.empty(numel * dtype.itemsize + _PAGE, dtype=torch.uint8, pin_memory=pin)
-    start = -room.data_ptr() % _PAGE
-    return room[start : start + numel * dtype.itemsize].view(dtype).view(shape)
 
 
 class Ticket:
@@ -112,8 +101,12 @@ class Ticket:
         raise OSError(error, f"{self._what} failed at offset {place}: {os.strerror(error)}", self._path)
 
 
-def _finish(native: Any, tickets: list[Ticket], owner: int) -> None:
-    """Runs when the file is dropped and at exit: `tickets` keep their tensors alive until nothing is under way."""
+def _finish(native: Any, tickets: list[Ticket], owner: int, held: Tensor | None) -> None:
+    """Runs when the file is dropped and at exit.
+
+    `tickets` keep their tensors alive until nothing is under way, and `held` the pool's memory: the kernel goes by its
+    addresses, behind which nothing else may come to lie.
+    """
     native.close()
     if os.getpid() == owner:
         tickets.clear()
@@ -125,6 +118,9 @@ class AsyncFile:
     `mode`: "r" reads; "w" makes the file or empties it, and may read too; "r+" reads and writes one that is there.
     Requests that overlap have no order: wait for the first before making the second. Offsets are bytes. Not usable in
     a forked child, which opens its own.
+
+    `buffers`: a pool whose memory the kernel is to hold while the file is open. Where it refuses (without io_uring, or
+    beyond the limit of locked memory, `ulimit -l`), `holds_buffers` is False and the buffers work as any memory does.
     """
 
     def __init__(
@@ -133,6 +129,7 @@ class AsyncFile:
         mode: Literal["r", "w", "r+"] = "r",
         *,
         options: AsyncFileOptions | None = None,
+        buffers: BufferPool | None = None,
     ) -> None:
         chosen = AsyncFileOptions() if options is None else options
         if mode not in _MODES:
@@ -143,6 +140,7 @@ class AsyncFile:
         self._mode = mode
         self._owner = os.getpid()
         self._tickets: list[Ticket] = []
+        held = None if buffers is None else buffers.memory
         self._native: Any = CORE.module.OpenFile(
             path=self._path,
             mode=_MODES.index(mode),
@@ -151,10 +149,12 @@ class AsyncFile:
             workers=chosen.parallelism or 0,
             direct=chosen.direct,
             ring=chosen.engine != "threads",
+            memory=[] if held is None else [(held.data_ptr(), held.nbytes)],
         )
-        self._finalizer = weakref.finalize(self, _finish, self._native, self._tickets, self._owner)
+        self._finalizer = weakref.finalize(self, _finish, self._native, self._tickets, self._owner, held)
         self._engine = "io_uring" if self._native.uses_ring() else "threads"
         self._direct = bool(self._native.uses_direct())
+        self._holds_buffers = bool(self._native.holds_memory())
         if chosen.engine == "io_uring" and self._engine != "io_uring":
             reason = self._native.ring_refusal()
             self._finalizer()
@@ -169,6 +169,11 @@ class AsyncFile:
     def direct(self) -> bool:
         """Whether the file system took O_DIRECT."""
         return self._direct
+
+    @property
+    def holds_buffers(self) -> bool:
+        """Whether the kernel holds the memory of `buffers`."""
+        return self._holds_buffers
 
     def read(self, tensor: Tensor, offset: int = 0) -> Ticket:
         """Start filling `tensor` from the file's bytes at `offset`."""

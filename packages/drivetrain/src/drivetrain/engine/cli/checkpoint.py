@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,15 +27,13 @@ from drivetrain.engine.checkpoint import (
     open_checkpoint,
     verify_checkpoint,
 )
+from drivetrain.engine.cli.sizes import human_bytes, parse_bytes
 
 app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 _FAULTY = 1
 _USAGE_ERROR = 2
 _DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
-_UNITS = MappingProxyType(
-    {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-)
 
 Directory = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="The folder that was given to save().")]
 Tag = Annotated[str | None, typer.Option("--tag", "-t", help="Which checkpoint. Default: the one that `latest` names.")]
@@ -111,28 +108,6 @@ def export(
         written = export_checkpoint(directory, out, tag=tag, options=options)
     files = f"{len(written.files)} file{'s' if len(written.files) != 1 else ''}"
     print(f"{written.tensors} tensors, {human_bytes(written.nbytes)}, in {files}: {written.path}")
-
-
-def parse_bytes(text: str) -> int:
-    """`"5GB"` -> 5_000_000_000; units kB, MB, GB (powers of 1000), KiB, MiB, GiB (of 1024), or none for bytes.
-
-    Raises ValueError for anything else, and for less than one byte.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = _UNITS.get(match[2].lower()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size < 1:
-        raise ValueError(f"a size of {text!r} is not understood; expected a number and a unit, such as 5GB or 500MiB")
-    return size
-
-
-def human_bytes(size: float) -> str:
-    """A size in the unit that keeps it readable: `37 B`, `4.2 MB`."""
-    for unit, digits in (("B", 0), ("kB", 1), ("MB", 1), ("GB", 1)):
-        if round(size, digits) < 1000:
-            return f"{size:.{digits}f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 @contextmanager

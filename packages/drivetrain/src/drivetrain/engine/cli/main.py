@@ -54,6 +54,11 @@ COMMANDS: Mapping[str, Entry] = MappingProxyType(
             attribute="app",
             help="List, verify, inspect and export checkpoints.",
         ),
+        "io": Entry(
+            module="drivetrain.engine.cli.io",
+            attribute="app",
+            help="Measure a drive, and find the settings that it is fastest with.",
+        ),
         "report": Entry(
             module="drivetrain.engine.cli.report",
             attribute="report",

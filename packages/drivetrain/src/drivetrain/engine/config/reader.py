@@ -60,6 +60,8 @@ class Document:
     """Path of the file; None for a mapping or base64."""
     lines: Mapping[KeyPath, int] = field(default_factory=dict)
     """Line (from 1) of each key and list element."""
+    spans: Mapping[KeyPath, tuple[int, int]] = field(default_factory=dict)
+    """Where the text of the root, (), and of each key's value begins and ends."""
     problems: tuple[Problem, ...] = ()
     """Duplicate keys. A syntax error is not here: it raises, since nothing after it can be trusted."""
 
@@ -111,7 +113,9 @@ def parse(text: str, *, source: str | None = None) -> Document:
     """
     parser = _Parser(text, source)
     values = parser.document()
-    return Document(values=values, source=source, lines=parser.lines, problems=tuple(parser.problems))
+    return Document(
+        values=values, source=source, lines=parser.lines, spans=parser.spans, problems=tuple(parser.problems)
+    )
 
 
 def dotted(path: KeyPath) -> str:
@@ -161,7 +165,7 @@ def _decoded(text: str) -> str | None:
 
 
 class _Parser:
-    """One pass over one text. `lines` and `problems` fill as it goes."""
+    """One pass over one text. `lines`, `spans` and `problems` fill as it goes."""
 
     def __init__(self, text: str, source: str | None) -> None:
         self.text = text
@@ -169,6 +173,7 @@ class _Parser:
         self.at = 0
         self.starts = [0, *(match.end() for match in re.finditer("\n", text))]
         self.lines: dict[KeyPath, int] = {}
+        self.spans: dict[KeyPath, tuple[int, int]] = {}
         self.problems: list[Problem] = []
 
     def document(self) -> dict[object, object]:
@@ -177,7 +182,9 @@ class _Parser:
             raise self._error("the file is empty", hint="the least is a pair of braces: {}")
         if self.text[self.at] != "{":
             raise self._error("a configuration starts with an opening brace {")
+        start = self.at
         values = self._section((), 0)
+        self.spans[()] = (start, self.at)
         self._skip()
         if self.at < len(self.text):
             raise self._error("there is text after the closing brace of the configuration")
@@ -233,7 +240,9 @@ class _Parser:
                 self._duplicate(here, line, depth)
             else:
                 self.lines[here] = line
+                start_of_value = self.at
                 values[key] = self._value(here, depth)
+                self.spans[here] = (start_of_value, self.at)
             self._separator("}", start, path)
 
     def _duplicate(self, path: KeyPath, line: int, depth: int) -> None:
