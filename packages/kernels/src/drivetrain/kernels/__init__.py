@@ -16,6 +16,7 @@ from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, implementation, resolve
+from .norm import layer_norm, rms_norm
 from .optim import Lamb, Lion
 from .quantization import (
     PackedSigns,
@@ -28,6 +29,7 @@ from .quantization import (
     unpack_signs,
 )
 from .quantize_rules import QuantizationRule, SignRule
+from .rotary import rotary_embedding
 from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 
 __all__ = [
@@ -58,10 +60,13 @@ __all__ = [
     "get_num_threads",
     "implementation",
     "instruction_sets",
+    "layer_norm",
     "pack_signs",
     "quantize",
     "reduce_quantized",
     "resolve",
+    "rms_norm",
+    "rotary_embedding",
     "set_num_threads",
     "unpack_signs",
 ]

@@ -42,6 +42,7 @@ class _Row:
 
 _STEP: Final = _Row(torch="steps", native="steps")
 _QUANTIZE: Final = _Row(torch="quantize", native="quantize")
+_NORM: Final = _Row(torch="norm", triton="norm")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {
@@ -60,6 +61,9 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "reduce_quantized": _QUANTIZE,
         "pack_signs": _QUANTIZE,
         "unpack_signs": _QUANTIZE,
+        "rms_norm": _NORM,
+        "layer_norm": _NORM,
+        "rotary_embedding": _Row(torch="rotary", triton="rotary"),
     }
 )
 
