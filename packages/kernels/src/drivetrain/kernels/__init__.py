@@ -12,6 +12,7 @@ one that serves an op on a device, and `available()` says which one it is, and w
 
 from __future__ import annotations
 
+from .activation import bias_dropout_residual, bias_gelu, geglu, swiglu
 from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
@@ -54,9 +55,12 @@ __all__ = [
     "Ticket",
     "aligned_empty",
     "available",
+    "bias_dropout_residual",
+    "bias_gelu",
     "choose_instruction_set",
     "dequantize",
     "dequantize_reduce",
+    "geglu",
     "get_num_threads",
     "implementation",
     "instruction_sets",
@@ -68,5 +72,6 @@ __all__ = [
     "rms_norm",
     "rotary_embedding",
     "set_num_threads",
+    "swiglu",
     "unpack_signs",
 ]

@@ -23,7 +23,8 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
     for role, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in _FLOATING:
             raise TypeError(
-                f"{op}: {role} has dtype {tensor.dtype}; expected float32, bfloat16, float16 or float64: convert it first"
+                f"{op}: {role} has dtype {tensor.dtype}; expected float32, bfloat16, float16 or float64: "
+                "convert it first"
             )
 
 

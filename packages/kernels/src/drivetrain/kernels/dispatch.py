@@ -43,6 +43,7 @@ class _Row:
 _STEP: Final = _Row(torch="steps", native="steps")
 _QUANTIZE: Final = _Row(torch="quantize", native="quantize")
 _NORM: Final = _Row(torch="norm", triton="norm")
+_ACTIVATION: Final = _Row(torch="activation", triton="activation")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {
@@ -64,6 +65,10 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "rms_norm": _NORM,
         "layer_norm": _NORM,
         "rotary_embedding": _Row(torch="rotary", triton="rotary"),
+        "swiglu": _ACTIVATION,
+        "geglu": _ACTIVATION,
+        "bias_gelu": _ACTIVATION,
+        "bias_dropout_residual": _ACTIVATION,
     }
 )
 

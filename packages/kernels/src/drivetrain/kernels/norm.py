@@ -2,9 +2,9 @@
 
 Problem: a normalisation does almost no arithmetic; its time is that of moving rows through memory. Written as separate
 ops it moves each row several times, and the residual addition before it twice more.
-Idea: one pass reads x (and the residual), writes the sum and its normalised form. Backward is one pass too: it recomputes
-the normalised row from the sum and one or two float32 numbers per row, and collects the gradients of weight and bias on
-the way.
+Idea: one pass reads x (and the residual), writes the sum and its normalised form. Backward is one pass too: it
+recomputes the normalised row from the sum and one or two float32 numbers per row, and collects the gradients of weight
+and bias on the way.
 
 Bytes moved on a GPU, in units of one tensor of x's size: forward 1 read + 1 write (with residual: 2 + 2); backward 2
 reads + 1 write (with residual: up to 3 + 1).
@@ -44,9 +44,9 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """RMSNorm (Zhang and Sennrich, 2019) over the last dimension: `h / sqrt(mean(h**2) + eps) * weight`.
 
-    x [..., hidden], weight [hidden], both float32, bfloat16, float16 or float64, not necessarily the same. The result has
-    x's shape and dtype. With `residual` (x's shape; its dtype is that of the residual stream), h is x + residual and the
-    result is the pair (normalised h, h), h in the residual's dtype; without, h is x.
+    x [..., hidden], weight [hidden], both float32, bfloat16, float16 or float64, not necessarily the same. The result
+    has x's shape and dtype. With `residual` (x's shape; its dtype is that of the residual stream), h is x + residual
+    and the result is the pair (normalised h, h), h in the residual's dtype; without, h is x.
 
     A weight that is kept as a distance from one is passed as `1 + weight.float()`.
 

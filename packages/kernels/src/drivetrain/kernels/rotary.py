@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al., 2021, arXiv:2104.09864) of queries and keys together.
 
 Problem: written with slices and concatenations it moves queries and keys through memory five times or more.
-Idea: one kernel rotates all heads of q and k; each cosine and sine is read once per few heads. The inverse of a rotation
-is the rotation by the opposite angle, so backward is the same kernel, and nothing but the angles is saved.
+Idea: one kernel rotates all heads of q and k; each cosine and sine is read once per few heads. The inverse of a
+rotation is the rotation by the opposite angle, so backward is the same kernel, and nothing but the angles is saved.
 
 Bytes moved on a GPU: q and k are read once and written once, forward and backward alike.
 """
@@ -20,8 +20,8 @@ __all__ = ["rotary_embedding"]
 def _check_heads(q: Tensor, k: Tensor) -> None:
     if q.dim() < 3 or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"rotary_embedding: q has shape {tuple(q.shape)}, k {tuple(k.shape)}; expected [tokens..., heads, dim], equal "
-            "but for the number of heads"
+            f"rotary_embedding: q has shape {tuple(q.shape)}, k {tuple(k.shape)}; expected [tokens..., heads, dim], "
+            "equal but for the number of heads"
         )
     if q.dtype != k.dtype:
         raise TypeError(f"rotary_embedding: q is {q.dtype}, k {k.dtype}: convert one of them")
@@ -74,10 +74,10 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """Rotate pairs of elements of every head by the angles of its token.
 
-    q [tokens..., query heads, dim] and k [tokens..., key heads, dim]: `tokens...` is [tokens] or [batch, sequence]; dtype
-    float32, bfloat16, float16 or float64. Computed in float32 (float64 for float64); the results have q's and k's dtypes.
-    Heads before the sequence, [batch, heads, sequence, dim], are passed as views, `q.transpose(1, 2)`: nothing is copied,
-    and the results, transposed back, are contiguous.
+    q [tokens..., query heads, dim] and k [tokens..., key heads, dim]: `tokens...` is [tokens] or [batch, sequence];
+    dtype float32, bfloat16, float16 or float64. Computed in float32 (float64 for float64); the results have q's and k's
+    dtypes. Heads before the sequence, [batch, heads, sequence, dim], are passed as views, `q.transpose(1, 2)`: nothing
+    is copied, and the results, transposed back, are contiguous.
 
     cos and sin [..., pairs]: a row for every token, or one for every place in the sequence, shared by the batch. With
     `positions` (int32 or int64 [tokens...]) they are tables [length, pairs] whose rows it picks; a position outside the

@@ -1,7 +1,8 @@
 """RMS and layer normalisation of the last dimension in plain torch, with the residual added first if there is one.
 
-Everything is computed in float32 (float64 for float64) and rounded once on writing; the sum with the residual is rounded
-to the residual's dtype before it is normalised, so that the result is the norm of the very sum that is handed out.
+Everything is computed in float32 (float64 for float64) and rounded once on writing; the sum with the residual is
+rounded to the residual's dtype before it is normalised, so that the result is the norm of the very sum that is handed
+out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def rms_norm(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float = 1e-5, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`(h - mean(h)) / sqrt(var(h) + eps) * weight + bias` of h = x + residual, and h as well if there is a residual."""
+    """`(h - mean(h)) / sqrt(var(h) + eps) * weight + bias` of h = x + residual; and h if there is a residual."""
     total = _add(x, residual)
     h = total.to(working_dtype(total))
     centred = h - h.mean(dim=-1, keepdim=True)

@@ -32,7 +32,7 @@ def processors(tensor: Tensor) -> int:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` (not empty) as [rows, last dimension], its last stride one: a view where the strides allow it, else a copy."""
+    """`x` (not empty) as [rows, last dimension], last stride one: a view where the strides allow it, else a copy."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 

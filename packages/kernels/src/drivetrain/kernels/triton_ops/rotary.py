@@ -173,8 +173,8 @@ def rotary_kernel(
 
 
 def _as_batches(x: Tensor) -> Tensor:
-    """[batch, sequence, heads, dim], the last stride one: a view of 3- and 4-dimensional tensors whose last stride is one,
-    and of others where their strides allow it."""
+    """[batch, sequence, heads, dim], the last stride one: a view of 3- and 4-dimensional tensors whose last stride is
+    one, and of others where their strides allow it."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     if x.dim() == 3:
