@@ -32,6 +32,7 @@ from .quantization import (
 from .quantize_rules import QuantizationRule, SignRule
 from .rotary import rotary_embedding
 from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
+from .softmax import masked_softmax
 
 __all__ = [
     "AdagradRule",
@@ -65,6 +66,7 @@ __all__ = [
     "implementation",
     "instruction_sets",
     "layer_norm",
+    "masked_softmax",
     "pack_signs",
     "quantize",
     "reduce_quantized",

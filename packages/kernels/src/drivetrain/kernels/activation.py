@@ -30,7 +30,8 @@ def _check_gate(op: str, gate: Tensor, up: Tensor | None) -> None:
     if up is None:
         if gate.dim() == 0 or gate.shape[-1] % 2:
             raise ValueError(
-                f"{op}: gate has shape {tuple(gate.shape)}; without up it holds both, so its last dimension must be even"
+                f"{op}: gate has shape {tuple(gate.shape)}; without up it holds both, so its last dimension "
+                "must be even"
             )
         return
     check_shape(op, "up", up, gate.shape, "the shape of gate")

@@ -69,6 +69,7 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "geglu": _ACTIVATION,
         "bias_gelu": _ACTIVATION,
         "bias_dropout_residual": _ACTIVATION,
+        "masked_softmax": _Row(torch="softmax", triton="softmax"),
     }
 )
 

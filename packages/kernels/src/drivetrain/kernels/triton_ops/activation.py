@@ -148,7 +148,7 @@ def bias_gelu_backward_kernel(
         inside = (row < rows) & present
         dy = tl.load(grad + row * grad_stride + col, mask=inside, other=0.0).to(tl.float32)
         h = tl.load(x + row * x_stride + col, mask=inside, other=0.0).to(tl.float32) + shift
-        value, slope = _activate_with_slope(h, KIND)
+        _, slope = _activate_with_slope(h, KIND)
         dh = tl.where(inside, dy * slope, 0.0)
         total += dh
         tl.store(dx + row * columns + col, dh, mask=inside)

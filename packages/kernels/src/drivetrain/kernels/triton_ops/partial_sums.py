@@ -28,8 +28,7 @@ def sum_partials_kernel(partials, out, programs, columns, ROWS: tl.constexpr, BL
 
 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
-    """`partials`, float32 [sums, programs, columns], contiguous, summed over the programs: [sums, columns] of
-    `dtype`."""
+    """`partials` (float32 [sums, programs, columns], contiguous) summed over programs: [sums, columns] of `dtype`."""
     sums, programs, columns = partials.shape
     out = torch.empty(sums, columns, dtype=dtype, device=partials.device)
     block = 64
