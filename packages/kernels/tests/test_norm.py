@@ -14,7 +14,7 @@ SHAPES = [(1, 1), (5, 123), (2, 3, 64), (4097,), (0, 8), (3, 0)]
 
 
 def _random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

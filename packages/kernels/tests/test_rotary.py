@@ -10,7 +10,7 @@ from drivetrain.kernels import rotary_embedding
 
 
 def _random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def _table(length: int, pairs: int) -> tuple[Tensor, Tensor]:

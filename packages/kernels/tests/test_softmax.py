@@ -10,7 +10,7 @@ from drivetrain.kernels import masked_softmax
 
 
 def _random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 123), (2, 3, 4, 5), (7,), (0, 3), (3, 0)])

@@ -19,7 +19,7 @@ every_shape = pytest.mark.parametrize(("shape", "dtype"), SHAPES)
 
 
 def _random(*shape: int, seed: int, device: str, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def _evaluate(

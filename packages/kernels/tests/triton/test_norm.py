@@ -29,7 +29,7 @@ every_case = pytest.mark.parametrize(("shape", "dtype", "with_residual"), CASES)
 
 
 def _random(*shape: int, seed: int, device: str, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def _evaluate(op: str, kind: Kind, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:

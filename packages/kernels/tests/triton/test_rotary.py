@@ -14,7 +14,7 @@ DTYPES = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def _random(*shape: int, seed: int, device: str, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def _table(length: int, pairs: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ LONG = 8192 + 5
 
 
 def _random(*shape: int, seed: int, device: str, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def _evaluate(

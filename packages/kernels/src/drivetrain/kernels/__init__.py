@@ -16,6 +16,7 @@ from .activation import bias_dropout_residual, bias_gelu, geglu, swiglu
 from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
+from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dispatch import KernelStatus, available, implementation, resolve
 from .norm import layer_norm, rms_norm
 from .optim import Lamb, Lion
@@ -59,6 +60,7 @@ __all__ = [
     "bias_dropout_residual",
     "bias_gelu",
     "choose_instruction_set",
+    "cross_entropy",
     "dequantize",
     "dequantize_reduce",
     "geglu",
@@ -66,6 +68,7 @@ __all__ = [
     "implementation",
     "instruction_sets",
     "layer_norm",
+    "linear_cross_entropy",
     "masked_softmax",
     "pack_signs",
     "quantize",

@@ -43,6 +43,7 @@ class _Row:
 _STEP: Final = _Row(torch="steps", native="steps")
 _QUANTIZE: Final = _Row(torch="quantize", native="quantize")
 _NORM: Final = _Row(torch="norm", triton="norm")
+_CROSS_ENTROPY: Final = _Row(torch="cross_entropy", triton="cross_entropy")
 _ACTIVATION: Final = _Row(torch="activation", triton="activation")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
@@ -70,6 +71,8 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "bias_gelu": _ACTIVATION,
         "bias_dropout_residual": _ACTIVATION,
         "masked_softmax": _Row(torch="softmax", triton="softmax"),
+        "cross_entropy": _CROSS_ENTROPY,
+        "linear_cross_entropy": _CROSS_ENTROPY,
     }
 )
 
