@@ -25,8 +25,8 @@ def test_gates_equal_their_parts(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(swiglu(together), swiglu(gate, up))
     for approximate in ("none", "tanh"):
         expected = functional.gelu(gate, approximate=approximate) * up
-        torch.testing.assert_close(geglu(gate, up, approximate=approximate), expected)  # type: ignore[arg-type]
-        torch.testing.assert_close(geglu(together, approximate=approximate), expected)  # type: ignore[arg-type]
+        torch.testing.assert_close(geglu(gate, up, approximate=approximate), expected)
+        torch.testing.assert_close(geglu(together, approximate=approximate), expected)
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

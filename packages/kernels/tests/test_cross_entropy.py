@@ -39,9 +39,11 @@ def _labels(*shape: int, vocabulary: int, ignore_index: int = -100) -> Tensor:
 def _by_torch(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     z_loss, reduction = options.pop("z_loss", 0.0), options.pop("reduction", "mean")
     counted = labels != options.get("ignore_index", -100)
-    losses = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", **options)
+    losses: Tensor = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", **options)
     losses = losses + z_loss * torch.logsumexp(logits, dim=-1).square() * counted
-    return {"none": losses, "sum": losses.sum(), "mean": losses.sum() / counted.sum()}[reduction]
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
 
 
 @every_option
@@ -99,11 +101,11 @@ def test_low_precision(dtype: torch.dtype) -> None:
 def test_frozen_parts_get_no_gradient_and_the_others_do() -> None:
     hidden, weight, labels = _random(6, 4), _random(5, 4, seed=2), _labels(6, vocabulary=5)
     for reduction in ("mean", "none"):
-        loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels, reduction=reduction)  # type: ignore[arg-type]
+        loss = linear_cross_entropy(hidden.requires_grad_(), weight, labels, reduction=reduction)
         (gradient,) = torch.autograd.grad(loss.sum(), hidden)
-        expected = cross_entropy(hidden @ weight.t(), labels, reduction=reduction)  # type: ignore[arg-type]
+        expected = cross_entropy(hidden @ weight.t(), labels, reduction=reduction)
         torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), hidden)[0])
-        assert not linear_cross_entropy(hidden.detach(), weight, labels, reduction=reduction).requires_grad  # type: ignore[arg-type]
+        assert not linear_cross_entropy(hidden.detach(), weight, labels, reduction=reduction).requires_grad
 
 
 def test_tokens_that_do_not_count() -> None:
@@ -139,7 +141,7 @@ class _Memory(TorchDispatchMode):
     """The most bytes that tensors made inside held at one time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 

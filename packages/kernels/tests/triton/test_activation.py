@@ -91,7 +91,7 @@ def test_the_mask_is_the_same_to_the_bit(seed: int, first_row: int, device: str)
     masks = []
     for kind in ("torch", "triton"):
         x = ones.clone().requires_grad_()
-        found: Callable[..., Tensor] = implementation("bias_dropout_residual", kind)  # type: ignore[arg-type]
+        found: Callable[..., Tensor] = implementation("bias_dropout_residual", kind)
         y = found(x, None, zeros, **drop)
         (gradient,) = torch.autograd.grad(y, x, ones)
         assert torch.equal(gradient, y)

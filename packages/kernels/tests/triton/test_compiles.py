@@ -52,8 +52,7 @@ class Case:
 
 
 def _types(pointers: str, dtype: str, floats: str, integers: str) -> dict[str, str]:
-    """Argument names to types: `pointers` to `dtype`, those in `floats` float32 ("*name": a pointer), integers
-    int32."""
+    """Argument names to types: `pointers` to `dtype`, those in `floats` to float32 ("*name": a pointer), then int32."""
     types = dict.fromkeys(pointers.split(), f"*{dtype}")
     types |= {name.lstrip("*"): "*fp32" if name.startswith("*") else "fp32" for name in floats.split()}
     return types | dict.fromkeys(integers.split(), "i32")
@@ -66,7 +65,7 @@ def _norm_cases() -> list[Case]:
     half, single = (_types(pointers, dtype, floats, integers) for dtype in ("bf16", "fp32"))
     layer, rms = {"CENTRED": True}, {"CENTRED": False, "bias": None}
     back = {"CENTRED": True, "HAS_BIAS": True}
-    cases = [
+    cases: list[tuple[str, Mapping[str, str], Mapping[str, object], int]] = [
         ("norm_kernel", half, {**layer, "ROWS": 16, "BLOCK": 128}, 4),
         ("norm_kernel", single, {**rms, "residual": None, "total": None, "ROWS": 1, "BLOCK": 8192}, 16),
         ("norm_long_kernel", half, {**layer, "BLOCK": 4096}, 8),
@@ -86,7 +85,7 @@ def _rotary_cases() -> list[Case]:
     types = _types(
         "q k q_out k_out", "bf16", "*cos *sin", f"sequence rows q_heads k_heads dim pairs angle_stride {strides}"
     )
-    shapes = [
+    shapes: list[Mapping[str, object]] = [
         {"INTERLEAVED": False, "INVERSE": False, "HEADS": 16, "PAIRS": 64, "REST": 0},
         {"INTERLEAVED": True, "INVERSE": True, "HEADS": 64, "PAIRS": 16, "REST": 32, "positions": None},
     ]
@@ -101,7 +100,7 @@ def _activation_cases() -> list[Case]:
     pointers = "gate up y grad dgate dup x bias residual dx"
     half = {**_types(pointers, "bf16", "*partials scale", integers), "first_row": "i64"}
     tile, stripe = {"ROWS": 16, "BLOCK": 128}, {"ROWS": 2, "BLOCK": 1024}
-    cases = [
+    cases: list[tuple[str, Mapping[str, object]]] = [
         ("glu_kernel", {"KIND": "silu", **tile}),
         ("glu_backward_kernel", {"KIND": "none", **tile}),
         ("bias_gelu_kernel", {"KIND": "tanh", **tile}),
@@ -117,7 +116,7 @@ def _softmax_cases() -> list[Case]:
     integers = "rows columns queries inners scores_stride mask_outer mask_inner mask_query mask_column grad_stride"
     types = {**_types("scores weights grad out", "bf16", "scale", integers), "mask": "*u8"}
     masked, causal = {"CAUSAL": False, "BOOLEAN": True}, {"CAUSAL": True, "BOOLEAN": False, "mask": None}
-    cases = [
+    cases: list[tuple[str, Mapping[str, str], Mapping[str, object], int]] = [
         ("softmax_kernel", types, {**masked, "ROWS": 16, "BLOCK": 128}, 4),
         ("softmax_kernel", types, {**causal, "ROWS": 1, "BLOCK": 8192}, 16),
         ("softmax_long_kernel", {**types, "mask": "*fp32"}, {"CAUSAL": True, "BOOLEAN": False, "BLOCK": 4096}, 8),
@@ -134,7 +133,7 @@ def _cross_entropy_cases() -> list[Case]:
     integers = "vocabulary width logits_stride factor_stride ignore_index"
     floats = "*losses *log_totals *factors smoothing z_loss"
     types = {**_types("logits out", "bf16", floats, integers), "labels": "*i64"}
-    cases = [
+    cases: list[tuple[str, Mapping[str, object]]] = [
         ("cross_entropy_kernel", {"SMOOTHED": False, "GRADIENT": False, "factors": None, "BLOCK": 4096}),
         ("cross_entropy_kernel", {"SMOOTHED": True, "GRADIENT": True, "log_totals": None, "BLOCK": 4096}),
         ("cross_entropy_backward_kernel", {"BLOCK": 4096}),

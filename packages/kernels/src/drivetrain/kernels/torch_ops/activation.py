@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from drivetrain.kernels.torch_ops.autograd import apply
 from drivetrain.kernels.torch_ops.counter_random import random_bits
 from drivetrain.kernels.torch_ops.precision import working_dtype
 
@@ -81,6 +82,6 @@ def bias_dropout_residual(
     work = working_dtype(residual)
     added = x.to(work) if bias is None else x.to(work) + bias.to(work)
     if training and p > 0 and x.numel():
-        dropped: Tensor = _Dropout.apply(added.reshape(-1, x.shape[-1]), p, seed, first_row)
+        dropped: Tensor = apply(_Dropout, added.reshape(-1, x.shape[-1]), p, seed, first_row)
         added = dropped.view(x.shape)
     return (residual.to(work) + added).to(residual.dtype)

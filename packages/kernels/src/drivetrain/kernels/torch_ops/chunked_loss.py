@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from drivetrain.kernels.torch_ops.autograd import apply
 from drivetrain.kernels.torch_ops.precision import working_dtype
 
 __all__ = ["LossRule", "Reduction", "Step", "chunk_size", "chunked_loss", "reduce_losses", "token_share"]
@@ -215,7 +216,7 @@ class _Separate(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.how = (rule, chunk, step)
-        return _run(_Projection(hidden=hidden, weight=weight, bias=bias, labels=labels), *ctx.how, None)
+        return _run(_Projection(hidden=hidden, weight=weight, bias=bias, labels=labels), rule, chunk, step, None)
 
     @staticmethod
     @once_differentiable
@@ -223,7 +224,8 @@ class _Separate(torch.autograd.Function):
         hidden, weight, bias, labels = ctx.saved_tensors
         projection = _Projection(hidden=hidden, weight=weight, bias=bias, labels=labels)
         gradients = _Gradients.zeros(projection, ctx.needs_input_grad[:3])
-        _run(projection, *ctx.how, gradients, grad)
+        rule, chunk, step = ctx.how
+        _run(projection, rule, chunk, step, gradients, grad)
         parts = (gradients.hidden, gradients.weight, gradients.bias)
         return *(None if part is None else part.to(hidden.dtype) for part in parts), None, None, None, None
 
@@ -247,10 +249,10 @@ def chunked_loss(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
     if reduction == "none":
-        losses: Tensor = _Separate.apply(rows, weight, bias, flat, rule, chunk, step)
+        losses: Tensor = apply(_Separate, rows, weight, bias, flat, rule, chunk, step)
         return losses.view(labels.shape)
     if learns:
-        loss: Tensor = _Reduced.apply(rows, weight, bias, flat, rule, reduction, chunk, step)
+        loss: Tensor = apply(_Reduced, rows, weight, bias, flat, rule, reduction, chunk, step)
         return loss
     projection = _Projection(hidden=rows, weight=weight, bias=bias, labels=flat)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain.kernels.torch_ops import activation as torch_activation
 from drivetrain.kernels.torch_ops.activation import Approximation, drop_threshold
+from drivetrain.kernels.torch_ops.autograd import apply
 from drivetrain.kernels.triton_ops.counter_random import random_bits, signed_keys
 from drivetrain.kernels.triton_ops.launching import as_rows, on_device, processors, tile_of, warps_for
 from drivetrain.kernels.triton_ops.partial_sums import sum_partials
@@ -296,7 +297,8 @@ class _Glu(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
         if up is None:
-            _glu_backward(grad, *gate.chunk(2, dim=-1), *dgate.chunk(2, dim=-1), ctx.kind)
+            (first, second), (dfirst, dsecond) = gate.chunk(2, dim=-1), dgate.chunk(2, dim=-1)
+            _glu_backward(grad, first, second, dfirst, dsecond, ctx.kind)
             return dgate, None, None
         dup = torch.empty_like(dgate)
         _glu_backward(grad, gate, up, dgate, dup, ctx.kind)
@@ -456,7 +458,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`torch_ops.activation.swiglu`."""
     if gate.numel() == 0:
         return torch_activation.swiglu(gate, up)
-    result: Tensor = _Glu.apply(gate, up, "silu")
+    result: Tensor = apply(_Glu, gate, up, "silu")
     return result
 
 
@@ -464,7 +466,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximation 
     """`torch_ops.activation.geglu`."""
     if gate.numel() == 0:
         return torch_activation.geglu(gate, up, approximate=approximate)
-    result: Tensor = _Glu.apply(gate, up, approximate)
+    result: Tensor = apply(_Glu, gate, up, approximate)
     return result
 
 
@@ -472,7 +474,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, approximate: Approximation = "none") -
     """`torch_ops.activation.bias_gelu`."""
     if x.numel() == 0:
         return torch_activation.bias_gelu(x, bias, approximate=approximate)
-    result: Tensor = _BiasGelu.apply(x, bias, approximate)
+    result: Tensor = apply(_BiasGelu, x, bias, approximate)
     return result
 
 
@@ -490,5 +492,5 @@ def bias_dropout_residual(
     if x.numel() == 0:
         return torch_activation.bias_dropout_residual(x, bias, residual, p=p, training=training, seed=seed)
     dropped = p if training else 0.0
-    result: Tensor = _BiasDropoutResidual.apply(x, bias, residual, dropped, seed, first_row)
+    result: Tensor = apply(_BiasDropoutResidual, x, bias, residual, dropped, seed, first_row)
     return result

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drivetrain.kernels.torch_ops import cross_entropy as torch_cross_entropy
+from drivetrain.kernels.torch_ops.autograd import apply
 from drivetrain.kernels.torch_ops.chunked_loss import LossRule, Reduction, chunked_loss, reduce_losses, token_share
 from drivetrain.kernels.triton_ops.launching import as_rows, on_device, power_of_two, warps_for
 
@@ -215,7 +216,7 @@ def cross_entropy(
     rule = LossRule(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss)
     if labels.numel() == 0:
         return torch_cross_entropy.cross_entropy(logits, labels, reduction=reduction)
-    result: Tensor = _CrossEntropy.apply(logits, labels, rule, reduction)
+    result: Tensor = apply(_CrossEntropy, logits, labels, rule, reduction)
     return result
 
 

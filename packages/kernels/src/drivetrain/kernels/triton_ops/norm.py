@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drivetrain.kernels.torch_ops import norm as torch_norm
+from drivetrain.kernels.torch_ops.autograd import apply
 from drivetrain.kernels.triton_ops.launching import as_rows, on_device, processors, tile_of, warps_for
 from drivetrain.kernels.triton_ops.partial_sums import sum_partials
 
@@ -415,7 +416,7 @@ def rms_norm(
     """`torch_ops.norm.rms_norm`."""
     if x.numel() == 0:
         return torch_norm.rms_norm(x, weight, eps=eps, residual=residual)
-    result: Tensor | tuple[Tensor, Tensor] = _Norm.apply(x, residual, weight, None, eps, False)
+    result: Tensor | tuple[Tensor, Tensor] = apply(_Norm, x, residual, weight, None, eps, False)
     return result
 
 
@@ -425,5 +426,5 @@ def layer_norm(
     """`torch_ops.norm.layer_norm`."""
     if x.numel() == 0:
         return torch_norm.layer_norm(x, weight, bias, eps=eps, residual=residual)
-    result: Tensor | tuple[Tensor, Tensor] = _Norm.apply(x, residual, weight, bias, eps, True)
+    result: Tensor | tuple[Tensor, Tensor] = apply(_Norm, x, residual, weight, bias, eps, True)
     return result

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drivetrain.kernels.torch_ops import rotary as torch_rotary
+from drivetrain.kernels.torch_ops.autograd import apply
 from drivetrain.kernels.triton_ops.launching import on_device, power_of_two, warps_for
 
 __all__ = ["rotary_embedding"]
@@ -259,5 +260,5 @@ def rotary_embedding(
     pairs = cos.shape[-1]
     cos, sin = cos.reshape(-1, pairs).contiguous(), sin.reshape(-1, pairs).contiguous()
     where = None if positions is None else positions.reshape(-1).contiguous()
-    result: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin, where, interleaved)
+    result: tuple[Tensor, Tensor] = apply(_Rotary, q, k, cos, sin, where, interleaved)
     return result

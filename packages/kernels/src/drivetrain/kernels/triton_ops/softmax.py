@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from drivetrain.kernels.torch_ops import softmax as torch_softmax
+from drivetrain.kernels.torch_ops.autograd import apply
 from drivetrain.kernels.triton_ops.launching import as_rows, on_device, tile_of, warps_for
 
 __all__ = ["masked_softmax"]
@@ -313,5 +314,5 @@ def masked_softmax(scores: Tensor, mask: Tensor | None = None, *, scale: float =
     """`torch_ops.softmax.masked_softmax`."""
     if scores.numel() == 0:
         return torch_softmax.masked_softmax(scores, mask, scale=scale, causal=causal)
-    result: Tensor = _MaskedSoftmax.apply(scores, mask, scale, causal)
+    result: Tensor = apply(_MaskedSoftmax, scores, mask, scale, causal)
     return result
