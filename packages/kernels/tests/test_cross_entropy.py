@@ -98,6 +98,15 @@ def test_low_precision(dtype: torch.dtype) -> None:
             torch.testing.assert_close(one.double(), other.double() * 1024, rtol=8 * eps, atol=4 * eps * largest)
 
 
+def test_a_factor_of_the_loss_is_not_rounded_to_the_dtype() -> None:
+    hidden, weight = _random(64, 16, dtype=torch.bfloat16).requires_grad_(), _random(50, 16, dtype=torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, _labels(64, vocabulary=50), reduction="sum")
+    (plain,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (scaled,) = torch.autograd.grad(loss * (1 + 2.0**-8), hidden)  # a bfloat16 would be 1
+    ratio = float((scaled.double() * plain.double()).sum() / plain.double().square().sum())
+    assert abs(ratio - (1 + 2.0**-8)) < 2.0**-10
+
+
 def test_frozen_parts_get_no_gradient_and_the_others_do() -> None:
     hidden, weight, labels = _random(6, 4), _random(5, 4, seed=2), _labels(6, vocabulary=5)
     for reduction in ("mean", "none"):
