@@ -102,9 +102,10 @@ def test_a_factor_of_the_loss_is_not_rounded_to_the_dtype() -> None:
     hidden, weight = _random(64, 16, dtype=torch.bfloat16).requires_grad_(), _random(50, 16, dtype=torch.bfloat16)
     loss = linear_cross_entropy(hidden, weight, _labels(64, vocabulary=50), reduction="sum")
     (plain,) = torch.autograd.grad(loss, hidden, retain_graph=True)
-    (scaled,) = torch.autograd.grad(loss * (1 + 2.0**-8), hidden)  # a bfloat16 would be 1
+    factor = 1 + 3 * 2.0**-8  # halfway between two bfloat16 numbers
+    (scaled,) = torch.autograd.grad(loss * factor, hidden)
     ratio = float((scaled.double() * plain.double()).sum() / plain.double().square().sum())
-    assert abs(ratio - (1 + 2.0**-8)) < 2.0**-10
+    assert abs(ratio - factor) < 2.0**-10
 
 
 def test_frozen_parts_get_no_gradient_and_the_others_do() -> None:
