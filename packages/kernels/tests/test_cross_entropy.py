@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.kernels import cross_entropy, linear_cross_entropy
-from drivetrain.kernels.torch_ops.chunked_loss import chunk_size
+from drivetrain.kernels.torch_ops.chunked_loss import LossRule, chunk_size, chunked_loss
 
 OPTIONS = [
     {},
@@ -106,6 +106,27 @@ def test_a_factor_of_the_loss_is_not_rounded_to_the_dtype() -> None:
     (scaled,) = torch.autograd.grad(loss * factor, hidden)
     ratio = float((scaled.double() * plain.double()).sum() / plain.double().square().sum())
     assert abs(ratio - factor) < 2.0**-10
+
+
+def test_what_lies_between_rows_of_logits_is_zero_and_stays_so() -> None:
+    hidden, weight, labels = (
+        _random(6, 4, dtype=torch.bfloat16),
+        _random(5, 4, dtype=torch.bfloat16),
+        torch.arange(6) % 5,
+    )
+    widths = []
+
+    def step(logits: Tensor, labels: Tensor, rule: LossRule, *, gradient: bool, factors: Tensor | None) -> Tensor:
+        widths.append(logits.stride(0))
+        between = logits.as_strided((logits.shape[0], logits.stride(0) - 5), logits.stride(), 5)
+        assert not between.any()
+        logits.fill_(1.0)
+        return torch.zeros(logits.shape[0])
+
+    chunked_loss(
+        hidden.requires_grad_(), weight, labels, None, rule=LossRule(), reduction="sum", chunk_tokens=4, step=step
+    )
+    assert widths == [64, 64]
 
 
 def test_frozen_parts_get_no_gradient_and_the_others_do() -> None:

@@ -46,8 +46,8 @@ class Step(Protocol):
     """Losses [tokens] (working dtype) of logits [tokens, vocabulary] and labels [tokens].
 
     The logits may be written over; with `gradient` they must be, by the gradient of sum(factors * losses), factors
-    [tokens] being ones if None. Rows are `logits.stride(0)` apart, a multiple of 16 elements, and what lies between the
-    end of one row and the start of the next may be read and written.
+    [tokens] being ones if None. Rows are `logits.stride(0)` apart, a multiple of 16 elements; what lies between the end
+    of one row and the start of the next is zero, may be read, and must be left zero.
     """
 
     def __call__(
@@ -146,7 +146,8 @@ def _run(
     tokens, vocabulary = hidden.shape[0], projection.weight.shape[0]
     losses = torch.empty(tokens, dtype=working_dtype(hidden), device=hidden.device)
     width = -(-vocabulary // _ALIGNMENT) * _ALIGNMENT
-    buffer = torch.empty(min(chunk, tokens), width, dtype=hidden.dtype, device=hidden.device)
+    # Zeros, because products of half-precision matrices on the host read past the end of a row (and multiply by zero).
+    buffer = torch.zeros(min(chunk, tokens), width, dtype=hidden.dtype, device=hidden.device)
     for start in range(0, tokens, chunk):
         part = slice(start, start + chunk)
         logits = projection.logits(part, buffer)

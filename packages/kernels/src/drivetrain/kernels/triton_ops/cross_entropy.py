@@ -22,18 +22,18 @@ __all__ = ["cross_entropy", "linear_cross_entropy"]
 _BLOCK: Final = 4096  # columns of a row at a time
 
 
-# The gradient of one token's loss with respect to its logits x in the columns col; zero past the vocabulary.
+# The gradient of one token's loss with respect to its logits x in the columns col.
 @triton.jit
 def _gradient(x, col, label, log_total, vocabulary, smoothing, z_loss):
     p = tl.exp(x - log_total) * (1.0 + 2.0 * z_loss * log_total)
-    g = p - smoothing / vocabulary - tl.where(col == label, 1.0 - smoothing, 0.0)
-    return tl.where(col < vocabulary, g, 0.0)
+    return p - smoothing / vocabulary - tl.where(col == label, 1.0 - smoothing, 0.0)
 
 
 # logits      [rows, vocabulary], rows logits_stride apart, of which `width` columns may be read
 # labels      integer [rows]                         losses      float32 [rows]
 # log_totals  float32 [rows], or None                factors     float32, factor_stride apart, or None
-# Writes losses and log_totals; with GRADIENT also factor times the gradient over the logits, all `width` columns of it.
+# Writes losses and log_totals; with GRADIENT also factor times the gradient over the logits, and zeros from the end of
+# the vocabulary to `width`.
 @triton.jit
 def cross_entropy_kernel(
     logits,
@@ -89,7 +89,7 @@ def cross_entropy_kernel(
             col = start + lane
             x = tl.load(logits + col, mask=(col < width) & counted, other=0.0).to(tl.float32)
             g = _gradient(x, col, label, log_total, vocabulary, smoothing, z_loss) * factor
-            tl.store(logits + col, tl.where(counted, g, 0.0), mask=col < width)
+            tl.store(logits + col, tl.where(counted & (col < vocabulary), g, 0.0), mask=col < width)
 
 
 # Pointers as in `cross_entropy_kernel`; out [rows, vocabulary], contiguous. Program (r, b): block b of row r.
