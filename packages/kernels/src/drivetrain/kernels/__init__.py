@@ -15,13 +15,16 @@ one that serves an op on a device, and `available()` says which one it is, and w
 
 from __future__ import annotations
 
-from .aio import AsyncFile, AsyncFileOptions, Ticket
+from .activation import bias_dropout_residual, bias_gelu, geglu, swiglu
+from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
+from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dispatch import KernelStatus, available, implementation, resolve
 from .gating import top_k_gating
 from .grouped_matmul import grouped_matmul
 from .host_memory import BufferPool, aligned_empty
+from .norm import layer_norm, rms_norm
 from .optim import Lamb, Lion
 from .quantization import (
     PackedSigns,
@@ -34,6 +37,7 @@ from .quantization import (
     unpack_signs,
 )
 from .quantize_rules import QuantizationRule, SignRule
+from .rotary import rotary_embedding
 from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 from .shared_memory import (
     SharedMemoryCall,
@@ -43,6 +47,7 @@ from .shared_memory import (
     SharedMemoryWork,
     shared_memory_refusal,
 )
+from .softmax import masked_softmax
 from .token_permutation import TokenPermutation, expert_histogram, permutation, permute_tokens, unpermute_tokens
 
 __all__ = [
@@ -74,22 +79,32 @@ __all__ = [
     "TokenPermutation",
     "aligned_empty",
     "available",
+    "bias_dropout_residual",
+    "bias_gelu",
     "choose_instruction_set",
+    "cross_entropy",
     "dequantize",
     "dequantize_reduce",
     "expert_histogram",
+    "geglu",
     "get_num_threads",
     "grouped_matmul",
     "implementation",
     "instruction_sets",
+    "layer_norm",
+    "linear_cross_entropy",
+    "masked_softmax",
     "pack_signs",
     "permutation",
     "permute_tokens",
     "quantize",
     "reduce_quantized",
     "resolve",
+    "rms_norm",
+    "rotary_embedding",
     "set_num_threads",
     "shared_memory_refusal",
+    "swiglu",
     "top_k_gating",
     "unpack_signs",
     "unpermute_tokens",

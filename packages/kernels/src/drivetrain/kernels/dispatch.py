@@ -44,6 +44,9 @@ class _Row:
 _STEP: Final = _Row(torch="steps", native="steps")
 _QUANTIZE: Final = _Row(torch="quantize", native="quantize")
 _TOKENS: Final = _Row(torch="token_permutation", triton="token_permutation")
+_NORM: Final = _Row(torch="norm", triton="norm")
+_CROSS_ENTROPY: Final = _Row(torch="cross_entropy", triton="cross_entropy")
+_ACTIVATION: Final = _Row(torch="activation", triton="activation")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {
@@ -68,6 +71,16 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "permute_tokens": _TOKENS,
         "unpermute_tokens": _TOKENS,
         "grouped_matmul": _Row(torch="grouped_matmul", triton="grouped_matmul"),
+        "rms_norm": _NORM,
+        "layer_norm": _NORM,
+        "rotary_embedding": _Row(torch="rotary", triton="rotary"),
+        "swiglu": _ACTIVATION,
+        "geglu": _ACTIVATION,
+        "bias_gelu": _ACTIVATION,
+        "bias_dropout_residual": _ACTIVATION,
+        "masked_softmax": _Row(torch="softmax", triton="softmax"),
+        "cross_entropy": _CROSS_ENTROPY,
+        "linear_cross_entropy": _CROSS_ENTROPY,
     }
 )
 

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from drivetrain.kernels.quantize_rules import QuantizationRule, SignRule
+from drivetrain.kernels.torch_ops.counter_random import random_bits
 
 __all__ = ["dequantize_reduce", "pack_signs", "quantize", "reduce_quantized", "unpack_signs"]
 
 Stored = tuple[Tensor, Tensor, Tensor | None]
 """Values, scales and zeros (None when symmetric)."""
 
-_WORD: Final = 0xFFFFFFFF
 _TINY: Final = 2.0**-126
 
 
@@ -43,23 +43,10 @@ def _blocks(x: Tensor, size: int) -> Tensor:
     return x.view(-1, size)
 
 
-def _mix(x: Tensor) -> Tensor:
-    """C. Wellons' lowbias32, a bijection of 32-bit numbers, on int64 (products wrap; the low 32 bits stay right)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
-
-
 def _uniform(blocks: int, size: int, seed: int, first_block: int, device: torch.device) -> Tensor:
     """float32 numbers in [0, 1) with 24 random bits, [blocks, size]."""
-    index = torch.arange(blocks, dtype=torch.int64, device=device) + first_block
-    place = torch.arange(size, dtype=torch.int64, device=device)
-    first = _mix(torch.tensor(((seed & _WORD) + 0x9E3779B9) & _WORD, device=device))
-    second = _mix((seed >> 32) ^ first)
-    key0 = _mix((index & _WORD) ^ first)
-    key1 = _mix(_mix((index >> 32) ^ key0) ^ second)
-    random = _mix((_mix(place ^ key0[:, None]) + key1[:, None]) & _WORD)
-    return (random >> 8).to(torch.float32) * 2.0**-24
+    random = random_bits(blocks, size, seed=seed, first_row=first_block, device=device)
+    return random.to(torch.float32) * 2.0**-24
 
 
 def _round(x: Tensor, uniform: Tensor | None) -> Tensor:

@@ -1,57 +1,10 @@
-"""Every kernel compiles for the GPUs that people have, without one at hand: down to machine code, within shared memory.
-
-The interpreter accepts much that the compiler refuses; this is the other half of the proof.
-"""
+"""Kernels of mixtures of experts compile to machine code within shared memory, for GPUs that need not be there."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-
 import pytest
 
-CAPABILITIES = (80, 90)
-SHARED_LIMIT = 99 * 1024  # bytes a program can have on the smallest of the sm_8x parts
-
-COMPILE = """
-import importlib, json, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-for case in json.load(sys.stdin):
-    kernel = getattr(importlib.import_module("drivetrain.kernels.triton_ops." + case["module"]), case["kernel"])
-    constants = case["constants"]
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else case["types"][name] for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case["aligned"]}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    for capability in case["capabilities"]:
-        options = {"num_warps": case["warps"], "num_stages": case["stages"]}
-        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        size = len(built.asm["cubin"])
-        print(json.dumps({"kernel": case["kernel"], "shared": built.metadata.shared, "bytes": size}))
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One specialisation of a kernel. `types`: Triton's names ("*fp32", "*bf16", "i32", "fp32") of the arguments that
-    are not compile-time constants. `aligned`: those of them that are multiples of 16, as tensors and most strides are;
-    without it loads are narrow and not pipelined, and need less shared memory than in use."""
-
-    module: str
-    kernel: str
-    types: Mapping[str, str]
-    constants: Mapping[str, object] = field(default_factory=dict)
-    aligned: tuple[str, ...] = ()
-    warps: int = 4
-    stages: int = 2
-    capabilities: tuple[int, ...] = CAPABILITIES
+from drivetrain_testkit.triton_compile import Case, assert_compiles
 
 
 def _types(integers: str, **rest: str) -> dict[str, str]:
@@ -180,15 +133,4 @@ CASES: list[Case] = [
 
 @pytest.mark.parametrize("module", sorted({case.module for case in CASES}))
 def test_kernels_compile_to_machine_code(module: str) -> None:
-    cases = [asdict(case) for case in CASES if case.module == module]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], input=json.dumps(cases), env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    built = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(built) == sum(len(case["capabilities"]) for case in cases)
-    for one in built:
-        assert one["bytes"] > 0
-        assert one["shared"] <= SHARED_LIMIT, one
+    assert_compiles([case for case in CASES if case.module == module])

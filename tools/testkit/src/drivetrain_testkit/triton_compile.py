@@ -1,0 +1,84 @@
+"""Compiles Triton kernels for the GPUs that people have, without one at hand: down to machine code.
+
+Triton's interpreter accepts much that its compiler refuses; this is the other half of the proof. It runs in a process
+of its own, because a process that interprets kernels cannot compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+CAPABILITIES: Final = (80, 90)
+SHARED_LIMIT: Final = 99 * 1024
+"""Bytes of shared memory that a program can have on the smallest of the sm_8x parts."""
+
+_COMPILE: Final = """
+import importlib, json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for case in json.load(sys.stdin):
+    kernel = getattr(importlib.import_module(case["module"]), case["kernel"])
+    constants = case["constants"]
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else case["types"][name] for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case["aligned"]}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    for capability in case["capabilities"]:
+        options = {"num_warps": case["warps"], "num_stages": case["stages"]}
+        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        size = len(built.asm["cubin"])
+        print(json.dumps({"kernel": case["kernel"], "shared": built.metadata.shared, "bytes": size}))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One specialisation of a kernel.
+
+    Attributes:
+        module: the name under ``drivetrain.kernels.triton_ops``.
+        kernel: the name in the module.
+        types: Triton's names ("*fp32", "*bf16", "i32", "fp32") of the arguments that are not compile-time constants.
+        constants: values of those that are.
+        aligned: arguments that are multiples of 16, as tensors and most strides are; without it loads are narrow and
+            not pipelined, and need less shared memory than in use.
+        warps, stages, capabilities: options of the compiler.
+    """
+
+    module: str
+    kernel: str
+    types: Mapping[str, str]
+    constants: Mapping[str, object] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()
+    warps: int = 4
+    stages: int = 2
+    capabilities: tuple[int, ...] = CAPABILITIES
+
+
+def assert_compiles(cases: Sequence[Case]) -> None:
+    """Fail, with the compiler's words, unless every case compiles and fits into shared memory."""
+    work = [{**asdict(case), "module": f"drivetrain.kernels.triton_ops.{case.module}"} for case in cases]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE],
+        input=json.dumps(work),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    built = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(built) == sum(len(case.capabilities) for case in cases)
+    for one in built:
+        assert one["bytes"] > 0
+        assert one["shared"] <= SHARED_LIMIT, one
