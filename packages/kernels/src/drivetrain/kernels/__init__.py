@@ -16,7 +16,7 @@ one that serves an op on a device, and `available()` says which one it is, and w
 from __future__ import annotations
 
 from .activation import bias_dropout_residual, bias_gelu, geglu, swiglu
-from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
+from .aio import AsyncFile, AsyncFileOptions, Ticket
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .cross_entropy import cross_entropy, linear_cross_entropy
