@@ -51,7 +51,81 @@ class Case:
     capabilities: tuple[int, ...] = CAPABILITIES
 
 
-CASES: list[Case] = []
+def _step(kernel: str, streams: str, numbers: str, constants: Mapping[str, object], *, half: bool = False) -> Case:
+    """A kernel of `steps`: its streams (in bfloat16 copies, on request everywhere) and its float32 numbers by name."""
+    types = {"places": "*i32", "table": "*i64", "tensors": "i32", "partials": "*fp64", "spans": "*i32"}
+    types |= {name: "*bf16" if half or name in ("grad", "copy") else "*fp32" for name in streams.split()}
+    types |= dict.fromkeys(numbers.split(), "fp32") | {"ratios": "*fp32"}
+    return Case(
+        module="steps",
+        kernel=kernel,
+        types=types,
+        constants={**constants, "BLOCK": 1024, "ALIGNED": not half},
+    )
+
+
+STEPS = [
+    _step(
+        "adam_kernel",
+        "param grad exp_avg exp_avg_sq max_exp_avg_sq copy",
+        "factor decay coupled_decay beta1 rest1 beta2 rest2 root2 eps rate",
+        constants,
+        half=half,
+    )
+    for half, constants in (
+        (False, {"COUPLED": False, "max_exp_avg_sq": None}),
+        (True, {"COUPLED": True}),
+        (True, {"COUPLED": False, "max_exp_avg_sq": None, "copy": None}),
+    )
+]
+STEPS += [
+    _step(
+        "adam_rollback_kernel",
+        "param grad exp_avg exp_avg_sq copy",
+        "factor decay beta1 rest1 beta2 rest2 root2 eps rate",
+        {"FIRST": above, "SECOND": above},
+    )
+    for above in (True, False)
+]
+STEPS += [
+    _step("lion_kernel", "param grad exp_avg copy", "factor decay beta1 rest1 beta2 rest2 rate", {}),
+    _step(
+        "lamb_moments_kernel",
+        "param grad exp_avg exp_avg_sq",
+        "factor beta1 rest1 beta2 rest2 correction1 correction2 eps weight_decay",
+        {"INSIDE": False},
+    ),
+    _step(
+        "lamb_apply_kernel",
+        "param exp_avg exp_avg_sq copy",
+        "correction1 correction2 eps weight_decay lr",
+        {"INSIDE": True},
+    ),
+    Case(
+        module="steps",
+        kernel="fold_kernel",
+        types={"partials": "*fp64", "spans": "*i32", "norms": "*fp32"},
+        constants={"BLOCK": 1024},
+    ),
+    _step("adagrad_kernel", "param grad total copy", "factor weight_decay eps rate", {"COUPLED": True}),
+    _step(
+        "sgd_kernel",
+        "param grad momenta copy",
+        "factor weight_decay momentum undamped rate",
+        {"COUPLED": True, "FIRST": False, "NESTEROV": True},
+    ),
+    _step(
+        "sgd_kernel",
+        "param grad",
+        "factor weight_decay momentum undamped rate",
+        {"COUPLED": False, "FIRST": True, "NESTEROV": False, "momenta": None, "copy": None},
+    ),
+    _step("squares_kernel", "x", "factor", {"WRITE": False}, half=True),
+    _step("squares_kernel", "x", "factor", {"WRITE": True}),
+    _step("cast_kernel", "source target", "", {}),
+]
+
+CASES: list[Case] = [*STEPS]
 
 
 @pytest.mark.parametrize("module", sorted({case.module for case in CASES}))

@@ -40,7 +40,7 @@ class _Row:
         return {"torch": self.torch, "native": self.native, "triton": self.triton}[kind]
 
 
-_STEP: Final = _Row(torch="steps", native="steps")
+_STEP: Final = _Row(torch="steps", native="steps", triton="steps")
 _QUANTIZE: Final = _Row(torch="quantize", native="quantize")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
