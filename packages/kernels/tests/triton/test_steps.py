@@ -1,4 +1,4 @@
-"""The steps in Triton beside those in plain torch, in float64 and in their own dtype; equal bits however they are cut."""
+"""Steps in Triton beside those in plain torch, in float64 and in their own dtype; equal bits however they are cut."""
 
 from __future__ import annotations
 

@@ -4,10 +4,13 @@
 
 `AsyncFile` moves tensors to and from files.
 
-Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
-are also correct on shards of parameters; `rules` holds their hyperparameters. Every op has an implementation in plain
-torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or GPUs (`triton_ops`); `resolve` finds the
-one that serves an op on a device, and `available()` says which one it is, and why.
+Optimizers (`FusedAdam`, `FusedAdagrad`, `FusedSgd`, `Lion` and `Lamb`; `CpuAdam`, `CpuAdagrad`, `CpuLion` and
+`CpuLamb` insist on host memory) are ordinary `torch.optim.Optimizer`s that are also correct on shards of parameters;
+`rules` holds their hyperparameters.
+
+Every op has an implementation in plain torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or
+GPUs (`triton_ops`); `resolve` finds the one that serves an op on a device, and `available()` says which one it is, and
+why.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, implementation, resolve
+from .fused_optim import FusedAdagrad, FusedAdam, FusedSgd
 from .optim import Lamb, Lion
 from .quantization import (
     PackedSigns,
@@ -39,6 +43,9 @@ __all__ = [
     "CpuAdam",
     "CpuLamb",
     "CpuLion",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedSgd",
     "KernelStatus",
     "Lamb",
     "LambRule",

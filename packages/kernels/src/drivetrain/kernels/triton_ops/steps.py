@@ -53,7 +53,7 @@ __all__ = [
 
 @triton.jit
 def _place(places, table, BLOCK: tl.constexpr):
-    """This program's tensor, the offsets of its block in it, the tensor's length, and whether all offsets are inside."""
+    """This program's tensor, the offsets of its block, the tensor's length, and whether all offsets are inside."""
     program = tl.program_id(0)
     tensor = tl.load(places + 2 * program)
     start = tl.load(places + 2 * program + 1).to(tl.int64) * BLOCK
@@ -528,14 +528,13 @@ def _group(columns: Sequence[Column], members: Sequence[int]) -> _Group:
     )
 
 
-def _plan(op: str, streams: Mapping[str, Sequence[Tensor] | None]) -> _Plan:
-    """Check everything, then take addresses. A stream that is None has no tensors at all. The kernels serve the device
-    of the first tensor."""
+def _plan(op: str, streams: Mapping[str, Sequence[Tensor]], **others: Column | None) -> _Plan:
+    """Check everything, then take addresses. In `others`, tensors may be missing, or whole streams. The kernels serve
+    the device of the first tensor."""
     first, leading = next(iter(streams.items()))
-    assert leading is not None
     counts = [t.numel() for t in leading]
-    columns: list[Column] = [[None] * len(counts) if column is None else column for column in streams.values()]
-    for role, column in zip(streams, columns, strict=True):
+    columns: list[Column] = [*streams.values(), *([None] * len(counts) if c is None else c for c in others.values())]
+    for role, column in zip((*streams, *others), columns, strict=True):
         check_column(op, role, column, counts, first)
     members: dict[tuple[torch.dtype | None, ...], list[int]] = {}
     rest: list[int] = []
@@ -584,7 +583,7 @@ def adam_step(
 ) -> None:
     """`reference.adam_step`, in one launch per combination of dtypes."""
     moments = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    plan = _plan("adam_step", {**moments, "max_exp_avg_sqs": max_exp_avg_sqs, "copies": copies})
+    plan = _plan("adam_step", moments, max_exp_avg_sqs=max_exp_avg_sqs, copies=copies)
     correction1, correction2 = rule.corrections(step)
     for group in plan.groups:
         _launch(
@@ -630,7 +629,7 @@ def adam_rollback(
     if not rule.decoupled and rule.weight_decay != 0.0:
         reference.adam_rollback(params, grads, exp_avgs, exp_avg_sqs, rule=rule, step=step)  # refuses in words
     moments = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    plan = _plan("adam_rollback", {**moments, "copies": copies})
+    plan = _plan("adam_rollback", moments, copies=copies)
     correction1, correction2 = rule.corrections(step)
     for group in plan.groups:
         _launch(
@@ -667,7 +666,7 @@ def lion_step(
 ) -> None:
     """`reference.lion_step`, in one launch per combination of dtypes."""
     moments = {"params": params, "grads": grads, "exp_avgs": exp_avgs}
-    plan = _plan("lion_step", {**moments, "copies": copies})
+    plan = _plan("lion_step", moments, copies=copies)
     decay = 1.0 - rule.lr * rule.weight_decay
     for group in plan.groups:
         _launch(lion_kernel, group, float(factor), decay, *_betas(rule), float(rule.lr))
@@ -729,7 +728,7 @@ def lamb_apply(
             f"lamb_apply: expected one ratio for each of {len(params)} tensors, found {tuple(ratios.shape)}"
         )
     moments = {"params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    plan = _plan("lamb_apply", {**moments, "copies": copies})
+    plan = _plan("lamb_apply", moments, copies=copies)
     corrections = rule.corrections(step)
     for group in plan.groups:
         _launch(
@@ -744,9 +743,15 @@ def lamb_apply(
             INSIDE=rule.eps_inside_sqrt,
         )
     if plan.rest:
-        picked = (pick(column, plan.rest) for column in moments.values())
-        copied = pick_copies(copies, plan.rest)
-        reference.lamb_apply(*picked, ratios[plan.rest], rule=rule, step=step, copies=copied)
+        reference.lamb_apply(
+            pick(params, plan.rest),
+            pick(exp_avgs, plan.rest),
+            pick(exp_avg_sqs, plan.rest),
+            ratios[plan.rest],
+            rule=rule,
+            step=step,
+            copies=pick_copies(copies, plan.rest),
+        )
     _written(params)
 
 
@@ -762,7 +767,7 @@ def adagrad_step(
 ) -> None:
     """`reference.adagrad_step`, in one launch per combination of dtypes."""
     streams = {"params": params, "grads": grads, "sums": sums}
-    plan = _plan("adagrad_step", {**streams, "copies": copies})
+    plan = _plan("adagrad_step", streams, copies=copies)
     for group in plan.groups:
         numbers = (float(factor), float(rule.weight_decay), float(rule.eps), rule.decayed_lr(step))
         _launch(adagrad_kernel, group, *numbers, COUPLED=rule.weight_decay != 0.0)
@@ -785,7 +790,7 @@ def sgd_step(
     """`reference.sgd_step`, in one launch per combination of dtypes."""
     if (momenta is not None) != (rule.momentum != 0.0):
         reference.sgd_step(params, grads, momenta, rule=rule)  # refuses in words
-    plan = _plan("sgd_step", {"params": params, "grads": grads, "momenta": momenta, "copies": copies})
+    plan = _plan("sgd_step", {"params": params, "grads": grads}, momenta=momenta, copies=copies)
     for group in plan.groups:
         _launch(
             sgd_kernel,
