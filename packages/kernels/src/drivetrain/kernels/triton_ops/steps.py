@@ -509,22 +509,28 @@ def _table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tenso
     return _send(torch.tensor(numbers, dtype=torch.int64), device)
 
 
-def _served(row: Sequence[Tensor | None], device: torch.device) -> bool:
-    return all(t is None or (t.dtype in _DTYPES and t.is_contiguous() and t.device == device) for t in row)
+def _kinds(column: Column, device: torch.device) -> list[torch.dtype | bool | None]:
+    """Per tensor its dtype, or False where the kernels do not serve it; None where there is none."""
+    return [
+        None if t is None else t.device == device and t.is_contiguous() and t.dtype in _DTYPES and t.dtype
+        for t in column
+    ]
 
 
-def _group(columns: Sequence[Column], members: Sequence[int]) -> _Group:
-    like = [column[members[0]] for column in columns]
+def _group(
+    columns: Sequence[Column], addresses: Sequence[Sequence[int]], counts: list[int], places: list[int]
+) -> _Group:
+    like = [column[places[0]] for column in columns]
+    picked = [number for stream in addresses for number in pick(stream, places)]
+    lengths = tuple(pick(counts, places))
     leading = like[0]
     assert leading is not None
-    counts = tuple(t.numel() for t in pick(columns[0], members) if t is not None)
-    addresses = tuple(0 if t is None else t.data_ptr() for column in columns for t in pick(column, members))
     key = (leading.device, _stream_of(leading.device))
     return _Group(
         like=like,
-        layout=_layout(counts, tuple(members), *key),
-        table=_table(counts + addresses, *key),
-        aligned=all(address % 16 == 0 for address in addresses),
+        layout=_layout(lengths, tuple(places), *key),
+        table=_table((*lengths, *picked), *key),
+        aligned=all(address % 16 == 0 for address in picked),
     )
 
 
@@ -536,14 +542,15 @@ def _plan(op: str, streams: Mapping[str, Sequence[Tensor]], **others: Column | N
     columns: list[Column] = [*streams.values(), *([None] * len(counts) if c is None else c for c in others.values())]
     for role, column in zip((*streams, *others), columns, strict=True):
         check_column(op, role, column, counts, first)
-    members: dict[tuple[torch.dtype | None, ...], list[int]] = {}
-    rest: list[int] = []
-    for index, row in enumerate(zip(*columns, strict=True)):
-        if leading[0].device.type not in _DEVICES or not _served(row, leading[0].device):
-            rest.append(index)
-        elif counts[index]:
-            members.setdefault(tuple(None if t is None else t.dtype for t in row), []).append(index)
-    return _Plan(groups=[_group(columns, places) for places in members.values()], rest=rest)
+    if not counts or leading[0].device.type not in _DEVICES:
+        return _Plan(groups=[], rest=list(range(len(counts))))
+    members: dict[tuple[torch.dtype | bool | None, ...], list[int]] = {}
+    for index, key in enumerate(zip(*(_kinds(column, leading[0].device) for column in columns), strict=True)):
+        members.setdefault(key, []).append(index)
+    addresses = [[0 if t is None else t.data_ptr() for t in column] for column in columns]
+    served = [places for key, places in members.items() if False not in key and any(pick(counts, places))]
+    rest = sorted(index for key, places in members.items() if False in key for index in places)
+    return _Plan(groups=[_group(columns, addresses, counts, places) for places in served], rest=rest)
 
 
 def _launch(kernel: Any, group: _Group, *arguments: Any, **constants: Any) -> None:
