@@ -125,7 +125,29 @@ STEPS += [
     _step("cast_kernel", "source target", "", {}),
 ]
 
-CASES: list[Case] = [*STEPS]
+MUON = [
+    Case(
+        module="muon",
+        kernel="symmetric_kernel",
+        types={
+            **dict.fromkeys(("x", "y", "added", "out"), dtype),
+            **dict.fromkeys(("rows", "inner", "x_batch", "x_row", "x_column", "y_batch", "y_row", "y_column"), "i32"),
+            **dict.fromkeys(("alpha", "beta"), "fp32"),
+        },
+        constants={"BLOCK": block, "BLOCK_K": block_k, "PRECISION": precision, **more},
+        warps=warps,
+        stages=3,
+    )
+    for dtype, block, block_k, precision, warps, more in (
+        ("*bf16", 128, 64, "ieee", 8, {"x_column": 1, "y_column": 1}),
+        ("*fp16", 128, 64, "ieee", 8, {"x_row": 1, "y_row": 1, "added": None}),
+        ("*bf16", 16, 64, "ieee", 4, {}),
+        ("*fp32", 64, 32, "tf32", 4, {"x_column": 1, "y_column": 1}),
+        ("*fp32", 64, 32, "ieee", 4, {"x_column": 1, "y_column": 1}),
+    )
+]
+
+CASES: list[Case] = [*STEPS, *MUON]
 
 
 @pytest.mark.parametrize("module", sorted({case.module for case in CASES}))

@@ -6,7 +6,7 @@
 
 Optimizers (`FusedAdam`, `FusedAdagrad`, `FusedSgd`, `Lion` and `Lamb`; `CpuAdam`, `CpuAdagrad`, `CpuLion` and
 `CpuLamb` insist on host memory) are ordinary `torch.optim.Optimizer`s that are also correct on shards of parameters;
-`rules` holds their hyperparameters.
+`Muon` needs whole matrices. `rules` holds their hyperparameters.
 
 Every op has an implementation in plain torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or
 GPUs (`triton_ops`); `resolve` finds the one that serves an op on a device, and `available()` says which one it is, and
@@ -20,6 +20,7 @@ from .core import choose_instruction_set, get_num_threads, instruction_sets, set
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, implementation, resolve
 from .fused_optim import FusedAdagrad, FusedAdam, FusedSgd
+from .muon import Muon, orthogonalize
 from .optim import Lamb, Lion
 from .quantization import (
     PackedSigns,
@@ -32,7 +33,7 @@ from .quantization import (
     unpack_signs,
 )
 from .quantize_rules import QuantizationRule, SignRule
-from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
+from .rules import AdagradRule, AdamRule, LambRule, LionRule, MuonRule, SgdRule
 
 __all__ = [
     "AdagradRule",
@@ -51,6 +52,8 @@ __all__ = [
     "LambRule",
     "Lion",
     "LionRule",
+    "Muon",
+    "MuonRule",
     "PackedSigns",
     "QuantizationRule",
     "Quantized",
@@ -65,6 +68,7 @@ __all__ = [
     "get_num_threads",
     "implementation",
     "instruction_sets",
+    "orthogonalize",
     "pack_signs",
     "quantize",
     "reduce_quantized",

@@ -55,6 +55,7 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "sum_of_squares": _STEP,
         "unscale": _STEP,
         "cast": _STEP,
+        "orthogonalize": _Row(torch="muon", triton="muon"),
         "quantize": _QUANTIZE,
         "dequantize_reduce": _QUANTIZE,
         "reduce_quantized": _QUANTIZE,

@@ -23,7 +23,7 @@ from . import dispatch
 from .optim import Batch, Copies, Params, PreciseStateOptimizer, evaluate
 from .rules import AdagradRule, AdamRule, SgdRule
 
-__all__ = ["FusedAdagrad", "FusedAdam", "FusedSgd"]
+__all__ = ["FusedAdagrad", "FusedAdam", "FusedSgd", "adam_state", "step_adam"]
 
 
 class FusedAdam(PreciseStateOptimizer):
@@ -74,11 +74,7 @@ class FusedAdam(PreciseStateOptimizer):
             group.setdefault("decoupled_weight_decay", True)
 
     def fresh_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        state = {
-            "step": torch.zeros((), dtype=torch.float32),
-            "exp_avg": self.moment_like(param),
-            "exp_avg_sq": self.moment_like(param),
-        }
+        state = adam_state(self, param)
         if group["amsgrad"]:
             state["max_exp_avg_sq"] = self.moment_like(param)
         return state
@@ -106,15 +102,7 @@ class FusedAdam(PreciseStateOptimizer):
         """
         loss = evaluate(closure)
         for batch in self.batches():
-            adam_step = dispatch.resolve("adam_step", batch.device)
-            adam_step(
-                *_moments(batch),
-                rule=batch.rule,
-                step=batch.step,
-                max_exp_avg_sqs=batch.states.get("max_exp_avg_sq"),
-                factor=factor,
-                copies=batch.copies_of(copies),
-            )
+            step_adam(batch, factor=factor, copies=copies)
         return loss
 
     @torch.no_grad()
@@ -138,6 +126,28 @@ class FusedAdam(PreciseStateOptimizer):
         for batch in self.batches(advance=-1):
             rollback = dispatch.resolve("adam_rollback", batch.device)
             rollback(*_moments(batch), rule=batch.rule, step=batch.step, factor=factor, copies=batch.copies_of(copies))
+
+
+def adam_state(optimizer: PreciseStateOptimizer, param: Tensor) -> dict[str, Tensor]:
+    """The state that `param` starts with under Adam, AMSGrad's maximum apart."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32),
+        "exp_avg": optimizer.moment_like(param),
+        "exp_avg_sq": optimizer.moment_like(param),
+    }
+
+
+def step_adam(batch: Batch[AdamRule], *, factor: float, copies: Copies | None) -> None:
+    """Adam's step of the parameters in `batch`."""
+    adam_step = dispatch.resolve("adam_step", batch.device)
+    adam_step(
+        *_moments(batch),
+        rule=batch.rule,
+        step=batch.step,
+        max_exp_avg_sqs=batch.states.get("max_exp_avg_sq"),
+        factor=factor,
+        copies=batch.copies_of(copies),
+    )
 
 
 def _moments(batch: Batch[AdamRule]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:

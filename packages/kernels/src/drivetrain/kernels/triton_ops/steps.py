@@ -34,6 +34,7 @@ from torch import Tensor
 from drivetrain.kernels.columns import Column, Copies, check_column, pick, pick_copies
 from drivetrain.kernels.rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 from drivetrain.kernels.torch_ops import steps as reference
+from drivetrain.kernels.triton_ops.support import DTYPES, serves
 
 __all__ = [
     "adagrad_step",
@@ -446,8 +447,6 @@ def cast_kernel(places, table, tensors, source, target, BLOCK: tl.constexpr, ALI
 # ----------------------------------------------------------------------------------------------------------- launchers
 
 _BLOCK: Final = 1024
-_DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
-_DEVICES: Final = frozenset({"cuda", "cpu"} if triton.knobs.runtime.interpret else {"cuda"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -512,7 +511,7 @@ def _table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tenso
 def _kinds(column: Column, device: torch.device) -> list[torch.dtype | bool | None]:
     """Per tensor its dtype, or False where the kernels do not serve it; None where there is none."""
     return [
-        None if t is None else t.device == device and t.is_contiguous() and t.dtype in _DTYPES and t.dtype
+        None if t is None else t.device == device and t.is_contiguous() and t.dtype in DTYPES and t.dtype
         for t in column
     ]
 
@@ -542,7 +541,7 @@ def _plan(op: str, streams: Mapping[str, Sequence[Tensor]], **others: Column | N
     columns: list[Column] = [*streams.values(), *([None] * len(counts) if c is None else c for c in others.values())]
     for role, column in zip((*streams, *others), columns, strict=True):
         check_column(op, role, column, counts, first)
-    if not counts or leading[0].device.type not in _DEVICES:
+    if not counts or not serves(leading[0].device):
         return _Plan(groups=[], rest=list(range(len(counts))))
     members: dict[tuple[torch.dtype | bool | None, ...], list[int]] = {}
     for index, key in enumerate(zip(*(_kinds(column, leading[0].device) for column in columns), strict=True)):
