@@ -147,7 +147,81 @@ MUON = [
     )
 ]
 
-CASES: list[Case] = [*STEPS, *MUON]
+_INT8 = {"BITS": 8, "MANTISSA": 0, "BIAS": 0, "LARGEST": 0, "SYMMETRIC": True}
+_INT4_ASYMMETRIC = {"BITS": 4, "MANTISSA": 0, "BIAS": 0, "LARGEST": 0, "SYMMETRIC": False}
+_FP8_E4M3 = {"BITS": 8, "MANTISSA": 3, "BIAS": 7, "LARGEST": 0x7E, "SYMMETRIC": True}
+_FP8_E5M2 = {"BITS": 8, "MANTISSA": 2, "BIAS": 15, "LARGEST": 0x7B, "SYMMETRIC": True}
+_FP6_E3M2 = {"BITS": 6, "MANTISSA": 2, "BIAS": 3, "LARGEST": 0x1F, "SYMMETRIC": True}
+
+
+def _quantize(
+    layout: Mapping[str, object], tile: tuple[int, int, int, int], limit: float, *, stochastic: bool, summed: bool
+) -> Case:
+    """`tile`: R, W, CHUNKS, SIZE. A dense tensor, or the sum of tensors quantised in the same way, is quantised."""
+    sources = {f"S_{name}": value for name, value in {**layout, "SIZE": tile[3], "ALIGNED": True}.items()}
+    integers = ("total", "blocks", "sources", "first", "second", "first_block")
+    return Case(
+        module="quantize",
+        kernel="quantize_kernel",
+        types={"dense": "*bf16", "table": "*i64", "values": "*u8", "scales": "*fp32", "zeros": "*fp32"}
+        | dict.fromkeys(integers, "i32")
+        | {"factor": "fp32"},
+        constants={
+            ("dense" if summed else "table"): None,
+            **({"zeros": None} if layout["SYMMETRIC"] else {}),
+            **dict(zip(("R", "W", "CHUNKS", "SIZE"), tile, strict=True)),
+            "LIMIT": limit,
+            "STOCHASTIC": stochastic,
+            **layout,
+            **sources,
+        },
+    )
+
+
+def _dequantize(layout: Mapping[str, object], size: int, out: str, *, carried: bool) -> Case:
+    return Case(
+        module="quantize",
+        kernel="dequantize_kernel",
+        types={"table": "*i64", "carried": "*fp32", "out": out, "total": "i64", "sources": "i32", "factor": "fp32"},
+        constants={
+            **({} if carried else {"carried": None}),
+            "W": 2048,
+            "SIZE": size,
+            **layout,
+            "ALIGNED": carried,
+        },
+    )
+
+
+QUANTIZE = [
+    _quantize(_INT8, (8, 256, 1, 256), 127.0, stochastic=False, summed=False),
+    _quantize(_INT8, (8, 256, 1, 256), 127.0, stochastic=True, summed=True),
+    _quantize(_INT4_ASYMMETRIC, (32, 64, 1, 48), 15.0, stochastic=True, summed=False),
+    _quantize(_FP8_E4M3, (16, 128, 1, 128), 448.0, stochastic=False, summed=True),
+    _quantize(_FP6_E3M2, (1, 4096, 2, 8192), 28.0, stochastic=True, summed=True),
+    _dequantize(_INT8, 256, "*bf16", carried=True),
+    _dequantize(_INT4_ASYMMETRIC, 48, "*fp16", carried=False),
+    _dequantize(_FP8_E5M2, 128, "*fp32", carried=False),
+    _dequantize(_FP6_E3M2, 128, "*bf16", carried=True),
+    *(
+        Case(
+            module="quantize",
+            kernel="pack_signs_kernel",
+            types={"source": "*bf16", "bits": "*u8", "scales": "*fp32", "partials": "*fp64"}
+            | dict.fromkeys(("total", "blocks", "size"), "i32"),
+            constants={"R": rows, "W": 2048 // rows, "RMS": rows > 1, **({"partials": None} if rows > 1 else {})},
+        )
+        for rows in (1, 8)
+    ),
+    Case(
+        module="quantize",
+        kernel="unpack_signs_kernel",
+        types={"bits": "*u8", "scales": "*fp32", "out": "*bf16", "total": "i32", "size": "i32"},
+        constants={"GROUPS": 128},
+    ),
+]
+
+CASES: list[Case] = [*STEPS, *MUON, *QUANTIZE]
 
 
 @pytest.mark.parametrize("module", sorted({case.module for case in CASES}))

@@ -41,7 +41,7 @@ class _Row:
 
 
 _STEP: Final = _Row(torch="steps", native="steps", triton="steps")
-_QUANTIZE: Final = _Row(torch="quantize", native="quantize")
+_QUANTIZE: Final = _Row(torch="quantize", native="quantize", triton="quantize")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {

@@ -34,7 +34,7 @@ from torch import Tensor
 from drivetrain.kernels.columns import Column, Copies, check_column, pick, pick_copies
 from drivetrain.kernels.rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 from drivetrain.kernels.torch_ops import steps as reference
-from drivetrain.kernels.triton_ops.support import DTYPES, serves
+from drivetrain.kernels.triton_ops.support import DTYPES, numbers_on, send, serves, stream_of
 
 __all__ = [
     "adagrad_step",
@@ -481,15 +481,6 @@ class _Plan:
     rest: list[int]
 
 
-def _stream_of(device: torch.device) -> int:
-    """What was sent in one stream may not have arrived for another, so it is kept per stream."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _send(values: Tensor, device: torch.device) -> Tensor:
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
-
-
 @lru_cache(maxsize=64)
 def _layout(counts: tuple[int, ...], members: tuple[int, ...], device: torch.device, stream: int) -> _Layout:
     blocks = (torch.tensor(counts, dtype=torch.int64) + (_BLOCK - 1)) // _BLOCK
@@ -499,13 +490,8 @@ def _layout(counts: tuple[int, ...], members: tuple[int, ...], device: torch.dev
     tensor = torch.arange(len(counts)).repeat_interleave(blocks)
     places = torch.stack([tensor, torch.arange(programs) - first[tensor]], dim=1)
     spans = torch.stack([first, last, torch.tensor(members)], dim=1)
-    both = _send(torch.cat([places.flatten(), spans.flatten()]).to(torch.int32), device)
+    both = send(torch.cat([places.flatten(), spans.flatten()]).to(torch.int32), device)
     return _Layout(places=both[: 2 * programs], spans=both[2 * programs :], programs=programs)
-
-
-@lru_cache(maxsize=64)
-def _table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    return _send(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 def _kinds(column: Column, device: torch.device) -> list[torch.dtype | bool | None]:
@@ -524,11 +510,11 @@ def _group(
     lengths = tuple(pick(counts, places))
     leading = like[0]
     assert leading is not None
-    key = (leading.device, _stream_of(leading.device))
+    device = leading.device
     return _Group(
         like=like,
-        layout=_layout(lengths, tuple(places), *key),
-        table=_table((*lengths, *picked), *key),
+        layout=_layout(lengths, tuple(places), device, stream_of(device)),
+        table=numbers_on(device, (*lengths, *picked)),
         aligned=all(address % 16 == 0 for address in picked),
     )
 
