@@ -221,7 +221,78 @@ QUANTIZE = [
     ),
 ]
 
-CASES: list[Case] = [*STEPS, *MUON, *QUANTIZE]
+
+def _matmul(
+    x: str,
+    layout: Mapping[str, object],
+    tile: tuple[int, int, int, int],
+    warps: int,
+    precision: str = "ieee",
+    **flags: bool,
+) -> Case:
+    """`tile`: BLOCK_M, BLOCK_N, BLOCK_K, SIZE. x of type "*i8" has scales."""
+    wanted = {"WHOLE": False, "SPLIT": False, "INTEGER": False, **flags}
+    missing = {} if x == "*i8" else {"x_scales": None}
+    return Case(
+        module="matmul",
+        kernel="matmul_kernel",
+        types={"x": x, "values": "*i8" if wanted["INTEGER"] and layout["BITS"] == 8 else "*u8", "bias": "*bf16"}
+        | dict.fromkeys(("x_scales", "scales", "zeros"), "*fp32")
+        | {"out": "*fp32" if wanted["SPLIT"] else "*bf16"}
+        | dict.fromkeys(("tokens", "outputs", "inputs", "x_row", "per_split"), "i32"),
+        constants={
+            **missing,
+            **({"zeros": None} if layout["SYMMETRIC"] else {}),
+            **dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K", "SIZE"), tile, strict=True)),
+            **wanted,
+            "PRECISION": precision,
+            **layout,
+        },
+        warps=warps,
+        stages=3,
+    )
+
+
+_INT4 = {**_INT4_ASYMMETRIC, "SYMMETRIC": True}
+MATMUL = [
+    _matmul("*bf16", _INT8, (128, 64, 64, 128), 8),
+    _matmul("*bf16", _INT4, (16, 64, 128, 128), 4, SPLIT=True),
+    _matmul("*fp16", _INT4_ASYMMETRIC, (64, 64, 32, 32), 4),
+    _matmul("*bf16", _FP8_E4M3, (128, 128, 64, 4096), 8, WHOLE=True),
+    _matmul("*fp16", _FP6_E3M2, (128, 64, 64, 64), 8),
+    _matmul("*fp32", _FP6_E3M2, (64, 64, 16, 48), 4),
+    _matmul("*fp32", _INT8, (64, 64, 32, 64), 4, "tf32"),
+    _matmul("*i8", _INT8, (128, 128, 64, 4096), 8, WHOLE=True, INTEGER=True),
+    _matmul("*i8", _INT8, (16, 64, 128, 128), 4, INTEGER=True, SPLIT=True),
+    _matmul("*i8", _INT4_ASYMMETRIC, (128, 64, 64, 64), 8, INTEGER=True),
+    _matmul("*i8", _FP8_E5M2, (32, 64, 64, 64), 4),
+    *(
+        Case(
+            module="matmul",
+            kernel="vector_kernel",
+            types={"x": "*bf16", "values": "*u8", "scales": "*fp32", "zeros": "*fp32", "bias": "*bf16", "out": "*fp32"}
+            | dict.fromkeys(("outputs", "inputs", "per_split"), "i32"),
+            constants={
+                "BLOCK_N": 16,
+                "BLOCK_K": 256,
+                "SIZE": 128,
+                "SPLIT": split,
+                **layout,
+                **({"zeros": None} if layout["SYMMETRIC"] else {}),
+            },
+        )
+        for layout, split in ((_INT8, True), (_INT4, False), (_INT4_ASYMMETRIC, True), (_FP6_E3M2, True))
+    ),
+    Case(
+        module="matmul",
+        kernel="add_parts_kernel",
+        types={"parts": "*fp32", "bias": "*bf16", "out": "*bf16"}
+        | dict.fromkeys(("total", "outputs", "splits"), "i32"),
+        constants={"BLOCK": 1024},
+    ),
+]
+
+CASES: list[Case] = [*STEPS, *MUON, *QUANTIZE, *MATMUL]
 
 
 @pytest.mark.parametrize("module", sorted({case.module for case in CASES}))

@@ -36,7 +36,7 @@ from drivetrain.kernels.triton_ops.codes import (
 )
 from drivetrain.kernels.triton_ops.support import numbers_on
 
-__all__ = ["dequantize_reduce", "pack_signs", "quantize", "reduce_quantized", "unpack_signs"]
+__all__ = ["dequantize_reduce", "pack_signs", "quantize", "reduce_quantized", "spread", "unpack_signs"]
 
 _INFINITY: Final = tl.constexpr(0x7F800000)
 _TINY: Final = tl.constexpr(2.0**-126)
@@ -46,7 +46,7 @@ _TINY: Final = tl.constexpr(2.0**-126)
 
 # starts: int64 [R], elements, multiples of 16; per_block: float32 [blocks of SIZE elements]; result: float32 [R, W]
 @triton.jit
-def _spread(per_block, starts, total, full, R: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr):
+def spread(per_block, starts, total, full, R: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr):
     """The entry of each element's block, read once per 16 elements."""
     elements = starts[:, None] + 16 * tl.arange(0, W // 16)[None, :]
     entries = load_tile(per_block, elements // SIZE, elements < total, full)
@@ -84,10 +84,10 @@ def _add_sources(
         if ALIGNED:
             values = tl.multiple_of(values, 16)
         codes = load_codes(values, starts, total, full, R, W, BITS)
-        x = decode(codes, BITS, MANTISSA, BIAS, LARGEST, SYMMETRIC) * _spread(scales, starts, total, full, R, W, SIZE)
+        x = decode(codes, BITS, MANTISSA, BIAS, LARGEST, SYMMETRIC) * spread(scales, starts, total, full, R, W, SIZE)
         if not SYMMETRIC:
             zeros = tl.load(table + 3 * source + 2).to(tl.pointer_type(tl.float32))
-            x += _spread(zeros, starts, total, full, R, W, SIZE)
+            x += spread(zeros, starts, total, full, R, W, SIZE)
         sum_ += x
     return sum_
 
