@@ -52,6 +52,12 @@ def store_tile(pointer, offsets, x, mask, full):
         tl.store(pointer + offsets, x, mask=mask)
 
 
+@triton.jit
+def _fp6_octets(count):
+    """ceil(3 * count / 4), without a product that could leave int32."""
+    return count // 4 * 3 + (count % 4 * 3 + 3) // 4
+
+
 # values: uint8 [(total * BITS + 7) / 8]; starts: int64 [R], elements; result: int32 [R, W], 0 from `total` on
 @triton.jit
 def load_codes(values, starts, total, full, R: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr):
@@ -60,11 +66,11 @@ def load_codes(values, starts, total, full, R: tl.constexpr, W: tl.constexpr, BI
         codes = load_tile(values, offsets, offsets < total, full).to(tl.int32)
     elif BITS == 4:
         offsets = (starts // 2)[:, None] + tl.arange(0, W // 2)[None, :]
-        octet = load_tile(values, offsets, offsets < (total + 1) // 2, full).to(tl.int32)
+        octet = load_tile(values, offsets, offsets <= (total - 1) // 2, full).to(tl.int32)
         codes = tl.reshape(tl.join(octet & 15, octet >> 4), [R, W])
     else:
         offsets = (starts // 4 * 3)[:, None] + 3 * tl.arange(0, W // 4)[None, :]
-        octets = (total * 3 + 3) // 4
+        octets = _fp6_octets(total)
         word = load_tile(values, offsets, offsets < octets, full).to(tl.int32)
         word |= load_tile(values, offsets + 1, offsets + 1 < octets, full).to(tl.int32) << 8
         word |= load_tile(values, offsets + 2, offsets + 2 < octets, full).to(tl.int32) << 16
@@ -93,7 +99,7 @@ def store_codes(values, starts, codes, inside, total, full, R: tl.constexpr, W: 
         inside_even, _ = tl.split(tl.reshape(inside.to(tl.int32), [R, W // 4, 2, 2]))
         inside_first, _ = tl.split(inside_even)
         offsets = (starts // 4 * 3)[:, None] + 3 * tl.arange(0, W // 4)[None, :]
-        octets = (total * 3 + 3) // 4
+        octets = _fp6_octets(total)
         store_tile(values, offsets, word & 255, inside_first != 0, full)
         store_tile(values, offsets + 1, (word >> 8) & 255, (inside_first != 0) & (offsets + 1 < octets), full)
         store_tile(values, offsets + 2, (word >> 16) & 255, (inside_first != 0) & (offsets + 2 < octets), full)

@@ -27,7 +27,7 @@ from torch import Tensor
 from drivetrain.kernels.quantize_rules import QuantizationRule
 from drivetrain.kernels.triton_ops.codes import decode, format_of, load_codes
 from drivetrain.kernels.triton_ops.quantize import quantize, spread
-from drivetrain.kernels.triton_ops.support import DTYPES, processors
+from drivetrain.kernels.triton_ops.support import DTYPES, float32_products, processors
 
 __all__ = ["quantized_matmul"]
 
@@ -323,7 +323,7 @@ def _tiles(
         WHOLE=whole,
         SPLIT=grid.splits > 1,
         INTEGER=integer,
-        PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        PRECISION=float32_products(),
         **layout,
         num_warps=8 if block_m == 128 else 4,
         num_stages=3,

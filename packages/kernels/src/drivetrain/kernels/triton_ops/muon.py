@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drivetrain.kernels.rules import Coefficients, NewtonSchulzForm
 from drivetrain.kernels.torch_ops import muon as reference
-from drivetrain.kernels.triton_ops.support import DTYPES, serves
+from drivetrain.kernels.triton_ops.support import DTYPES, float32_products, serves
 
 __all__ = ["orthogonalize"]
 
@@ -106,7 +106,7 @@ def _symmetric(x: Tensor, y: Tensor, added: Tensor | None, alpha: float, beta: f
             float(beta),
             BLOCK=block,
             BLOCK_K=32 if wide else 64,
-            PRECISION="tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+            PRECISION=float32_products(),
             num_warps=8 if block == 128 else 4,
             num_stages=3,
         )

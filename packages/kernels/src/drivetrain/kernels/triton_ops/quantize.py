@@ -335,9 +335,9 @@ def pack_signs_kernel(
 def unpack_signs_kernel(bits, scales, out, total, size, GROUPS: tl.constexpr):
     """Reads a bit and writes an element, in groups of 16."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    octets = (total + 7) // 8
-    word = tl.load(bits + 2 * group, mask=2 * group < octets, other=0).to(tl.int32)
-    word |= tl.load(bits + 2 * group + 1, mask=2 * group + 1 < octets, other=0).to(tl.int32) << 8
+    last = (total - 1) // 8
+    word = tl.load(bits + 2 * group, mask=2 * group <= last, other=0).to(tl.int32)
+    word |= tl.load(bits + 2 * group + 1, mask=2 * group + 1 <= last, other=0).to(tl.int32) << 8
     scale = tl.load(scales + 16 * group // size, mask=16 * group < total, other=0.0)[:, None]
     place = tl.arange(0, 16)[None, :]
     positive = ((word[:, None] >> place) & 1) != 0

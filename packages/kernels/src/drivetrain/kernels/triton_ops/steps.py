@@ -51,6 +51,12 @@ __all__ = [
 
 # ------------------------------------------------------------------------------------------------------------- kernels
 
+_LIKE: Final = (
+    *("param", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "total", "momenta", "copy", "x", "source", "target"),
+    *("places", "spans", "partials"),
+)
+"""Arguments whose own alignment does not matter: kernels for each kind of it would be compiled for nothing."""
+
 
 @triton.jit
 def _place(places, table, BLOCK: tl.constexpr):
@@ -97,7 +103,7 @@ def _store_copy(table, stream: tl.constexpr, tensors, tensor, copy, x, offsets, 
 
 
 # places [P, 2], table [1 + 6, T]; streams: param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq or None, copy or None
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=_LIKE)
 def adam_kernel(
     places,
     table,
@@ -150,7 +156,7 @@ def adam_kernel(
 
 
 # places [P, 2], table [1 + 5, T]; streams: param, grad, exp_avg, exp_avg_sq, copy or None
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=_LIKE)
 def adam_rollback_kernel(
     places,
     table,
@@ -201,7 +207,7 @@ def adam_rollback_kernel(
 
 
 # places [P, 2], table [1 + 4, T]; streams: param, grad, exp_avg, copy or None
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=_LIKE)
 def lion_kernel(
     places,
     table,
@@ -252,7 +258,7 @@ def _square_sum(x, offsets, count):
 
 
 # places [P, 2], table [1 + 4, T]; streams: param, grad, exp_avg, exp_avg_sq; partials: float64 [P, 2]
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=_LIKE)
 def lamb_moments_kernel(
     places,
     table,
@@ -311,7 +317,7 @@ def fold_kernel(partials, spans, norms, BLOCK: tl.constexpr):
 
 # places [P, 2], table [1 + 4, T]; streams: param, exp_avg, exp_avg_sq, copy or None; spans [T, 3]; ratios: float32, one
 # for each of the caller's tensors
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=_LIKE)
 def lamb_apply_kernel(
     places,
     table,
@@ -344,7 +350,7 @@ def lamb_apply_kernel(
 
 
 # places [P, 2], table [1 + 4, T]; streams: param, grad, sum, copy or None
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=_LIKE)
 def adagrad_kernel(
     places,
     table,
@@ -377,7 +383,7 @@ def adagrad_kernel(
 
 
 # places [P, 2], table [1 + 4, T]; streams: param, grad, momentum or None, copy or None
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=_LIKE)
 def sgd_kernel(
     places,
     table,
@@ -420,7 +426,7 @@ def sgd_kernel(
 
 
 # places [P, 2], table [1 + 1, T]; stream: x; partials: float64 [P]
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=_LIKE)
 def squares_kernel(
     places, table, tensors, x, partials, factor, WRITE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):
@@ -436,7 +442,7 @@ def squares_kernel(
 
 
 # places [P, 2], table [1 + 2, T]; streams: source, target
-@triton.jit(do_not_specialize=["tensors"])
+@triton.jit(do_not_specialize=["tensors"], do_not_specialize_on_alignment=_LIKE)
 def cast_kernel(places, table, tensors, source, target, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Reads every source and writes every target once."""
     tensor, offsets, count, full = _place(places, table, BLOCK)

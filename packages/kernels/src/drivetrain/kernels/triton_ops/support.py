@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["DTYPES", "numbers_on", "processors", "send", "serves", "stream_of"]
+__all__ = ["DTYPES", "float32_products", "numbers_on", "processors", "send", "serves", "stream_of"]
 
 DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _DEVICES: Final = frozenset({"cuda", "cpu"} if triton.knobs.runtime.interpret else {"cuda"})
@@ -30,6 +30,11 @@ def _multiprocessors(index: int) -> int:
 def processors(device: torch.device) -> int:
     """Multiprocessors of the GPU; a few in the interpreter, so that what depends on them is tested."""
     return _multiprocessors(device.index or 0) if device.type == "cuda" else _INTERPRETED_PROCESSORS
+
+
+def float32_products() -> str:
+    """How tensor cores may take float32: "tf32" where torch's own products may, else "ieee", without them."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def stream_of(device: torch.device) -> int:
