@@ -7,10 +7,13 @@
 `top_k_gating`, `permutation`, `permute_tokens`, `grouped_matmul` and `unpermute_tokens` are a layer of mixture of
 experts.
 
-Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
-are also correct on shards of parameters; `rules` holds their hyperparameters. Every op has an implementation in plain
-torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or GPUs (`triton_ops`); `resolve` finds the
-one that serves an op on a device, and `available()` says which one it is, and why.
+Optimizers (`FusedAdam`, `FusedAdagrad`, `FusedSgd`, `Lion` and `Lamb`; `CpuAdam`, `CpuAdagrad`, `CpuLion` and
+`CpuLamb` insist on host memory) are ordinary `torch.optim.Optimizer`s that are also correct on shards of parameters;
+`Muon` needs whole matrices. `rules` holds their hyperparameters.
+
+Every op has an implementation in plain torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or
+GPUs (`triton_ops`); `resolve` finds the one that serves an op on a device, and `available()` says which one it is, and
+why.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from .core import choose_instruction_set, get_num_threads, instruction_sets, set
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dispatch import KernelStatus, available, implementation, resolve
+from .fused_optim import FusedAdagrad, FusedAdam, FusedSgd
 from .gating import top_k_gating
 from .grouped_matmul import grouped_matmul
 from .host_memory import BufferPool, aligned_empty
+from .muon import Muon, orthogonalize
 from .norm import layer_norm, rms_norm
 from .optim import Lamb, Lion
 from .quantization import (
@@ -38,7 +43,7 @@ from .quantization import (
 )
 from .quantize_rules import QuantizationRule, SignRule
 from .rotary import rotary_embedding
-from .rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
+from .rules import AdagradRule, AdamRule, LambRule, LionRule, MuonRule, SgdRule
 from .shared_memory import (
     SharedMemoryCall,
     SharedMemoryError,
@@ -60,11 +65,16 @@ __all__ = [
     "CpuAdam",
     "CpuLamb",
     "CpuLion",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedSgd",
     "KernelStatus",
     "Lamb",
     "LambRule",
     "Lion",
     "LionRule",
+    "Muon",
+    "MuonRule",
     "PackedSigns",
     "QuantizationRule",
     "Quantized",
@@ -94,6 +104,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "masked_softmax",
+    "orthogonalize",
     "pack_signs",
     "permutation",
     "permute_tokens",

@@ -1,271 +1,43 @@
-"""Optimizers for parameters in host memory, one pass over memory per step.
+"""The optimizers for parameters that must lie in host memory.
 
-Problem: with the optimizer offloaded to the host, its step is bound by memory traffic: unscaling, clipping, stepping
-and writing the low-precision parameters in separate passes moves half as much again as doing it all at once.
-Idea: `step(factor=..., copies=...)` fuses them: gradients are multiplied on the fly by `factor` (inverse loss scale
-times clip coefficient), and `copies[param]` receives the new value in its own dtype while it is in the cache. Without
-the native core the same code runs on plain torch.
-Invariants: states have torch's names and can be exchanged with those of `torch.optim.AdamW`, `Adam` and `Adagrad`; they
-are float32 whatever the parameter's dtype, unless `state_dtype` says otherwise, and keep their dtype through
-`load_state_dict`.
+Problem: with the optimizer offloaded to the host, a parameter left on a GPU by mistake would still be stepped, there.
+Idea: the optimizers of `fused_optim` and `optim` serve any device; these are the same ones, each of which refuses
+parameters that lie elsewhere when they are given. In host memory a step is one native pass (LAMB: two), or plain torch
+without the native core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from . import dispatch
-from .optim import Batch, Copies, Lamb, Lion, Params, PreciseStateOptimizer, evaluate
-from .rules import AdagradRule, AdamRule
+from .fused_optim import FusedAdagrad, FusedAdam
+from .optim import Lamb, Lion, PreciseStateOptimizer
 
 __all__ = ["CpuAdagrad", "CpuAdam", "CpuLamb", "CpuLion"]
 
 
-def _require_host(name: str, groups: list[dict[str, Any]]) -> None:
-    for group in groups:
-        for index, param in enumerate(group["params"]):
+class _InHostMemory(PreciseStateOptimizer):
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for index, param in enumerate(self.param_groups[-1]["params"]):
             if param.device.type != "cpu":
                 raise ValueError(
-                    f"{name} steps parameters in host memory; parameter {index} of a group, of shape "
+                    f"{type(self).__name__} steps parameters in host memory; parameter {index} of a group, of shape "
                     f"{tuple(param.shape)}, lies on {param.device}. Move it to the CPU, or use another optimizer"
                 )
 
 
-class CpuAdam(PreciseStateOptimizer):
-    """Adam and AdamW (AMSGrad on request) in host memory; state compatible with `torch.optim.AdamW` and
-    `torch.optim.Adam`.
-
-    `p -= lr * m_hat / (sqrt(v_hat) + eps)` after `p *= 1 - lr * weight_decay` (`adam_w_mode`), or with `weight_decay *
-    p` added to the gradient. State: `step`, `exp_avg`, `exp_avg_sq`, and `max_exp_avg_sq` with AMSGrad.
-
-    Args:
-        params: parameters or groups, of any shape and floating-point dtype, on the CPU.
-        lr, betas, eps, weight_decay, bias_correction, amsgrad: as in the formula.
-        adam_w_mode: True for decoupled weight decay (AdamW), False for Adam with L2. Kept in the group as
-            `decoupled_weight_decay`, torch's name for it.
-        state_dtype: dtype of the moments: float32, bfloat16 or float16 (float64 parameters always keep float64).
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        amsgrad: bool = False,
-        adam_w_mode: bool = True,
-        *,
-        state_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "amsgrad": amsgrad,
-            "decoupled_weight_decay": adam_w_mode,
-        }
-        self.rule_of(defaults)
-        super().__init__(params, defaults, state_dtype=state_dtype)
-        _require_host("CpuAdam", self.param_groups)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("bias_correction", True)
-            group.setdefault("amsgrad", False)
-            group.setdefault("decoupled_weight_decay", True)
-            if group.get("maximize"):
-                raise ValueError(
-                    "CpuAdam only minimises; the loaded parameter group has maximize=True. Negate the loss instead"
-                )
-
-    def fresh_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        state = {
-            "step": torch.zeros((), dtype=torch.float32),
-            "exp_avg": self.moment_like(param),
-            "exp_avg_sq": self.moment_like(param),
-        }
-        if group["amsgrad"]:
-            state["max_exp_avg_sq"] = self.moment_like(param)
-        return state
-
-    def rule_of(self, group: Mapping[str, Any]) -> AdamRule:
-        beta1, beta2 = group["betas"]
-        return AdamRule(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=group["bias_correction"],
-            decoupled=group["decoupled_weight_decay"],
-        )
-
-    @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0, copies: Copies | None = None
-    ) -> Any:
-        """One step over all parameters that have a gradient. Returns the closure's loss, if one is given.
-
-        `factor` multiplies gradients on the fly; `copies[param]`, a tensor of as many elements, receives the new value
-        in its own dtype.
-        """
-        loss = evaluate(closure)
-        for batch in self.batches():
-            adam_step = dispatch.resolve("adam_step", batch.device)
-            adam_step(
-                *_moments(batch),
-                rule=batch.rule,
-                step=batch.step,
-                max_exp_avg_sqs=batch.states.get("max_exp_avg_sq"),
-                factor=factor,
-                copies=batch.copies_of(copies),
-            )
-        return loss
-
-    @torch.no_grad()
-    def rollback(self, *, factor: float = 1.0, copies: Copies | None = None) -> None:
-        """Undo the last `step(factor=factor)`: gradients and hyperparameters must be those of that step.
-
-        Values come back up to rounding (see `torch_ops.steps.adam_rollback`, which also says what is refused);
-        AMSGrad cannot be undone.
-        """
-        if any(group["amsgrad"] for group in self.param_groups):
-            raise ValueError("CpuAdam.rollback: a maximum cannot be undone; build the optimizer with amsgrad=False")
-        for group in self.param_groups:
-            for index, param in enumerate(group["params"]):
-                if param.grad is not None and not int(self.state.get(param, {}).get("step", 0)):
-                    raise ValueError(
-                        f"CpuAdam.rollback: parameter {index} of a group has taken no step that could be undone"
-                    )
-        for batch in self.batches(advance=-1):
-            rollback = dispatch.resolve("adam_rollback", batch.device)
-            rollback(*_moments(batch), rule=batch.rule, step=batch.step, factor=factor, copies=batch.copies_of(copies))
+class CpuAdam(_InHostMemory, FusedAdam):
+    """`FusedAdam` that insists on host memory. See there for formulas and arguments."""
 
 
-def _moments(batch: Batch[AdamRule]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    return batch.params, batch.grads, batch.states["exp_avg"], batch.states["exp_avg_sq"]
+class CpuAdagrad(_InHostMemory, FusedAdagrad):
+    """`FusedAdagrad` that insists on host memory. See there for formulas and arguments."""
 
 
-class CpuAdagrad(PreciseStateOptimizer):
-    """Adagrad in host memory; state compatible with `torch.optim.Adagrad`: `step`, `sum`.
-
-    `sum += g*g`, then `p -= lr / (1 + (step - 1) * lr_decay) * g / (sqrt(sum) + eps)`, with `weight_decay * p` added to
-    `g` first.
-
-    Args:
-        params: parameters or groups, of any shape and floating-point dtype, on the CPU.
-        lr, lr_decay, weight_decay, eps: as in the formula.
-        initial_accumulator_value: what `sum` starts from.
-        state_dtype: dtype of `sum` (float64 parameters always keep float64).
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-2,
-        lr_decay: float = 0.0,
-        weight_decay: float = 0.0,
-        initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10,
-        *,
-        state_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        if initial_accumulator_value < 0.0:
-            raise ValueError(f"Adagrad: initial_accumulator_value must be >= 0, found {initial_accumulator_value!r}")
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-        }
-        self.rule_of(defaults)
-        super().__init__(params, defaults, state_dtype=state_dtype)
-        _require_host("CpuAdagrad", self.param_groups)
-
-    def fresh_state(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        total = self.moment_like(param).fill_(group["initial_accumulator_value"])
-        return {"step": torch.zeros((), dtype=torch.float32), "sum": total}
-
-    def rule_of(self, group: Mapping[str, Any]) -> AdagradRule:
-        return AdagradRule(
-            lr=float(group["lr"]), lr_decay=group["lr_decay"], eps=group["eps"], weight_decay=group["weight_decay"]
-        )
-
-    @torch.no_grad()
-    def step(
-        self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0, copies: Copies | None = None
-    ) -> Any:
-        """One step over all parameters that have a gradient; `factor` and `copies` as in `CpuAdam.step`."""
-        loss = evaluate(closure)
-        for batch in self.batches():
-            adagrad_step = dispatch.resolve("adagrad_step", batch.device)
-            adagrad_step(
-                batch.params,
-                batch.grads,
-                batch.states["sum"],
-                rule=batch.rule,
-                step=batch.step,
-                factor=factor,
-                copies=batch.copies_of(copies),
-            )
-        return loss
+class CpuLion(_InHostMemory, Lion):
+    """`Lion` that insists on host memory. See there for formulas and arguments."""
 
 
-class CpuLion(Lion):
-    """`Lion` that insists on host memory, where its step is one native pass. See `Lion` for formula and arguments."""
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        *,
-        state_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(params, lr, betas, weight_decay, state_dtype=state_dtype)
-        _require_host("CpuLion", self.param_groups)
-
-
-class CpuLamb(Lamb):
-    """`Lamb` that insists on host memory, where its step is two native passes. See `Lamb` for formulas and sharding."""
-
-    def __init__(
-        self,
-        params: Params,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        bias_correction: bool = True,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        *,
-        eps_inside_sqrt: bool = False,
-        reduce_norms: Callable[[Tensor], None] | None = None,
-        state_dtype: torch.dtype = torch.float32,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction,
-            max_coeff,
-            min_coeff,
-            eps_inside_sqrt=eps_inside_sqrt,
-            reduce_norms=reduce_norms,
-            state_dtype=state_dtype,
-        )
-        _require_host("CpuLamb", self.param_groups)
+class CpuLamb(_InHostMemory, Lamb):
+    """`Lamb` that insists on host memory. See there for formulas, arguments and sharding."""

@@ -47,6 +47,8 @@ _TOKENS: Final = _Row(torch="token_permutation", triton="token_permutation")
 _NORM: Final = _Row(torch="norm", triton="norm")
 _CROSS_ENTROPY: Final = _Row(torch="cross_entropy", triton="cross_entropy")
 _ACTIVATION: Final = _Row(torch="activation", triton="activation")
+_STEP: Final = _Row(torch="steps", native="steps", triton="steps")
+_QUANTIZE: Final = _Row(torch="quantize", native="quantize", triton="quantize")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {
@@ -60,6 +62,7 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "sum_of_squares": _STEP,
         "unscale": _STEP,
         "cast": _STEP,
+        "orthogonalize": _Row(torch="muon", triton="muon"),
         "quantize": _QUANTIZE,
         "dequantize_reduce": _QUANTIZE,
         "reduce_quantized": _QUANTIZE,

@@ -36,11 +36,12 @@ Rule = TypeVar("Rule")
 @dataclass(kw_only=True)
 class Batch(Generic[Rule]):
     """Parameters that take the same step together: one rule, one step count, one device; states by name, parallel to
-    `params`."""
+    `params`. `fresh`: their states were made for this step."""
 
     rule: Rule
     step: int
     device: torch.device
+    fresh: bool
     places: list[int] = field(default_factory=list)  # each parameter's position among all parameters of the optimizer
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -76,6 +77,14 @@ class PreciseStateOptimizer(Optimizer):
     def state_dtype_of(self, param: Tensor) -> torch.dtype:
         """Dtype of `param`'s moments: `state_dtype`, raised to float64 for a float64 parameter."""
         return torch.float64 if param.dtype == torch.float64 else self.state_dtype
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if any(group.get("maximize") for group in self.param_groups):
+            raise ValueError(
+                f"{type(self).__name__} only minimises; the loaded parameter group has maximize=True. "
+                "Negate the loss instead"
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like torch's, but moments come back at the dtype that this optimizer keeps, unrounded."""
@@ -117,7 +126,7 @@ class PreciseStateOptimizer(Optimizer):
         raise TypeError(f"{type(self).__name__} must define rule_of")
 
     def batches(self, *, advance: int = 1) -> Iterator[Batch[Any]]:
-        """Parameters with a gradient, together where group, step and device agree.
+        """Parameters with a gradient, together where group, step, device and having stepped before agree.
 
         Makes missing states and moves step counters by `advance`; `Batch.step` is the count of the step being made (or
         undone).
@@ -128,15 +137,17 @@ class PreciseStateOptimizer(Optimizer):
             places = [index for index, param in enumerate(group["params"]) if param.grad is not None]
             params = [group["params"][index] for index in places]
             states = [self.state[param] for param in params]
+            fresh = [not state for state in states]
             for param, state in zip(params, states, strict=True):
                 if not state:
                     state.update(self.fresh_state(param, group))
-            found: dict[tuple[torch.device, int], Batch[Any]] = {}
-            for index, param, state, step in zip(places, params, states, _move_steps(states, advance), strict=True):
-                key = (param.device, step)
+            steps = _move_steps(states, advance)
+            found: dict[tuple[torch.device, int, bool], Batch[Any]] = {}
+            for row, (param, state) in enumerate(zip(params, states, strict=True)):
+                key = (param.device, steps[row], fresh[row])
                 if key not in found:
-                    found[key] = Batch(rule=rule, step=step, device=param.device)
-                found[key].add(place + index, param, self.gradient_of(param), state)
+                    found[key] = Batch(rule=rule, step=steps[row], device=param.device, fresh=fresh[row])
+                found[key].add(place + places[row], param, self.gradient_of(param), state)
             place += len(group["params"])
             yield from found.values()
 

@@ -12,8 +12,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-__all__ = ["AdagradRule", "AdamRule", "LambRule", "LionRule", "SgdRule"]
+__all__ = [
+    "AdagradRule",
+    "AdamRule",
+    "Coefficients",
+    "LambRule",
+    "LionRule",
+    "MuonRule",
+    "MuonScale",
+    "NewtonSchulzForm",
+    "SgdRule",
+]
+
+Coefficients = tuple[float, float, float]
+NewtonSchulzForm = Literal["standard", "gram"]
+MuonScale = Literal["original", "match_rms_adamw"]
 
 
 def _at_least_zero(owner: str, **values: float) -> None:
@@ -137,6 +152,47 @@ class SgdRule:
                 "SGD: nesterov needs momentum above 0 and dampening 0, "
                 f"found momentum={self.momentum!r}, dampening={self.dampening!r}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonRule:
+    """Muon (Jordan et al., 2024): momentum, orthogonalised by `steps` of Newton-Schulz with these `coefficients`.
+
+    `scale`: "original" for `sqrt(max(1, rows / columns))`, "match_rms_adamw" for `0.2 * sqrt(max(rows, columns))`,
+    which gives updates the size of AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025). `stacked`:
+    parameters of more than two dimensions hold matrices in their last two; else dimensions after the first are
+    flattened.
+    """
+
+    lr: float = 1e-3
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    coefficients: Coefficients = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    steps: int = 5
+    form: NewtonSchulzForm = "standard"
+    scale: MuonScale = "original"
+    stacked: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least_zero("Muon", lr=self.lr, weight_decay=self.weight_decay, eps=self.eps)
+        _fraction("Muon", momentum=self.momentum)
+        if len(self.coefficients) != 3 or not all(math.isfinite(value) for value in self.coefficients):
+            raise ValueError(f"Muon: coefficients must be three finite numbers, found {self.coefficients!r}")
+        if self.steps < 0:
+            raise ValueError(f"Muon: steps must not be negative, found {self.steps!r}")
+        for name, kinds in (("form", NewtonSchulzForm), ("scale", MuonScale)):
+            if getattr(self, name) not in get_args(kinds):
+                raise ValueError(
+                    f"Muon: {name} must be one of {', '.join(get_args(kinds))}; found {getattr(self, name)!r}"
+                )
+
+    def scaled_lr(self, rows: int, columns: int) -> float:
+        """The learning rate of a matrix of this shape."""
+        if self.scale == "match_rms_adamw":
+            return self.lr * 0.2 * math.sqrt(max(rows, columns))
+        return self.lr * math.sqrt(max(1.0, rows / columns))
 
 
 def _corrections(beta1: float, beta2: float, step: int, wanted: bool) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from drivetrain.kernels.columns import Column, Copies, check_column, pick, pick_copies
 from drivetrain.kernels.core import CORE, get_num_threads
 from drivetrain.kernels.rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 from drivetrain.kernels.torch_ops import steps as reference
@@ -34,8 +35,6 @@ __all__ = [
     "sum_of_squares",
     "unscale",
 ]
-
-Copies = Sequence[Tensor | None] | None
 
 _CODES: Final[Mapping[torch.dtype, int]] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 
@@ -55,22 +54,18 @@ class _Plan:
     rest: list[int]
 
 
-Column = Sequence[Tensor | None]
-
-
 def _check(op: str, role: str, column: Column, counts: Sequence[int], first: str) -> None:
     """Refuse what the core must never see. Columns with None in them are copies: None asks for none."""
-    if len(column) != len(counts):
-        raise ValueError(f"{op}: {len(column)} {role} for {len(counts)} {first}; the lists must be parallel")
-    if all(t is None or (t.is_cpu and t.numel() == count) for t, count in zip(column, counts, strict=True)):
+    if len(column) == len(counts) and all(
+        t is None or (t.is_cpu and t.numel() == count) for t, count in zip(column, counts, strict=True)
+    ):
         return
-    for index, (tensor, count) in enumerate(zip(column, counts, strict=True)):
+    for index, tensor in enumerate(column):
         if tensor is not None and not tensor.is_cpu:
             raise ValueError(
                 f"{op}: {role} {index} lies on {tensor.device}; this op works in host memory, move it there"
             )
-        if tensor is not None and tensor.numel() != count:
-            raise ValueError(f"{op}: {role} {index} has {tensor.numel()} elements, but its first operand has {count}")
+    check_column(op, role, column, counts, first)
 
 
 def _unserved(column: Column) -> set[int]:
@@ -98,22 +93,14 @@ def _plan(op: str, streams: Mapping[str, Sequence[Tensor]], copies: Copies = Non
         unserved |= _unserved(column)
     native = [index for index in range(len(counts)) if index not in unserved]
     if unserved:
-        roles = {role: _pick(column, native) for role, column in roles.items()}
-        counts = _pick(counts, native)
+        roles = {role: pick(column, native) for role, column in roles.items()}
+        counts = pick(counts, native)
     # The core writes behind autograd's back: tell it, so that a stale saved parameter is noticed in a later backward.
     torch.autograd.graph.increment_version([t for t in roles[first] if t is not None and t.requires_grad])
     copy = _addresses(roles.pop("copies", ()))
     addresses = [_addresses(column) for column in roles.values()]
     operands = _core().Operands(counts=counts, streams=addresses, copy=copy)
     return _Plan(operands=operands, native=native, rest=sorted(unserved))
-
-
-def _pick(column: Sequence[Any], places: Sequence[int]) -> list[Any]:
-    return [column[index] for index in places]
-
-
-def _pick_copies(copies: Copies, places: Sequence[int]) -> Copies:
-    return None if copies is None else _pick(copies, places)
 
 
 def _adam(rule: AdamRule, step: int, factor: float) -> Any:
@@ -151,12 +138,12 @@ def adam_step(
     _core().adam_step(_adam(rule, step, factor), plan.operands, get_num_threads())
     if plan.rest:
         reference.adam_step(
-            *(_pick(column, plan.rest) for column in (params, grads, exp_avgs, exp_avg_sqs)),
+            *(pick(column, plan.rest) for column in (params, grads, exp_avgs, exp_avg_sqs)),
             rule=rule,
             step=step,
-            max_exp_avg_sqs=None if max_exp_avg_sqs is None else _pick(max_exp_avg_sqs, plan.rest),
+            max_exp_avg_sqs=None if max_exp_avg_sqs is None else pick(max_exp_avg_sqs, plan.rest),
             factor=factor,
-            copies=_pick_copies(copies, plan.rest),
+            copies=pick_copies(copies, plan.rest),
         )
 
 
@@ -179,11 +166,11 @@ def adam_rollback(
     _core().adam_rollback(_adam(rule, step, factor), plan.operands, get_num_threads())
     if plan.rest:
         reference.adam_rollback(
-            *(_pick(column, plan.rest) for column in streams.values()),
+            *(pick(column, plan.rest) for column in streams.values()),
             rule=rule,
             step=step,
             factor=factor,
-            copies=_pick_copies(copies, plan.rest),
+            copies=pick_copies(copies, plan.rest),
         )
 
 
@@ -204,8 +191,8 @@ def lion_step(
     )
     _core().lion_step(call, plan.operands, get_num_threads())
     if plan.rest:
-        picked = (_pick(column, plan.rest) for column in streams.values())
-        reference.lion_step(*picked, rule=rule, factor=factor, copies=_pick_copies(copies, plan.rest))
+        picked = (pick(column, plan.rest) for column in streams.values())
+        reference.lion_step(*picked, rule=rule, factor=factor, copies=pick_copies(copies, plan.rest))
 
 
 def _lamb(rule: LambRule, step: int, factor: float) -> Any:
@@ -240,7 +227,7 @@ def lamb_moments(
     sums = _core().lamb_moments(_lamb(rule, step, factor), plan.operands, get_num_threads())
     norms[plan.native] = torch.tensor(sums, dtype=torch.float64).view(-1, 2).float()
     if plan.rest:
-        picked = (_pick(column, plan.rest) for column in streams.values())
+        picked = (pick(column, plan.rest) for column in streams.values())
         norms[plan.rest] = reference.lamb_moments(*picked, rule=rule, step=step, factor=factor)
     return norms
 
@@ -262,17 +249,17 @@ def lamb_apply(
         )
     streams = {"params": params, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     plan = _plan("lamb_apply", streams, copies)
-    values = _pick(ratios.tolist(), plan.native)
+    values = pick(ratios.tolist(), plan.native)
     _core().lamb_apply(_lamb(rule, step, 1.0), values, plan.operands, get_num_threads())
     if plan.rest:
         reference.lamb_apply(
-            _pick(params, plan.rest),
-            _pick(exp_avgs, plan.rest),
-            _pick(exp_avg_sqs, plan.rest),
+            pick(params, plan.rest),
+            pick(exp_avgs, plan.rest),
+            pick(exp_avg_sqs, plan.rest),
             ratios[plan.rest],
             rule=rule,
             step=step,
-            copies=_pick_copies(copies, plan.rest),
+            copies=pick_copies(copies, plan.rest),
         )
 
 
@@ -292,8 +279,8 @@ def adagrad_step(
     call = _core().AdagradStep(lr=rule.decayed_lr(step), eps=rule.eps, weight_decay=rule.weight_decay, factor=factor)
     _core().adagrad_step(call, plan.operands, get_num_threads())
     if plan.rest:
-        picked = (_pick(column, plan.rest) for column in streams.values())
-        reference.adagrad_step(*picked, rule=rule, step=step, factor=factor, copies=_pick_copies(copies, plan.rest))
+        picked = (pick(column, plan.rest) for column in streams.values())
+        reference.adagrad_step(*picked, rule=rule, step=step, factor=factor, copies=pick_copies(copies, plan.rest))
 
 
 def sgd_step(
@@ -325,13 +312,13 @@ def sgd_step(
     _core().sgd_step(call, plan.operands, get_num_threads())
     if plan.rest:
         reference.sgd_step(
-            _pick(params, plan.rest),
-            _pick(grads, plan.rest),
-            None if momenta is None else _pick(momenta, plan.rest),
+            pick(params, plan.rest),
+            pick(grads, plan.rest),
+            None if momenta is None else pick(momenta, plan.rest),
             rule=rule,
             first=first,
             factor=factor,
-            copies=_pick_copies(copies, plan.rest),
+            copies=pick_copies(copies, plan.rest),
         )
 
 
@@ -340,7 +327,7 @@ def sum_of_squares(tensors: Sequence[Tensor], *, factor: float = 1.0) -> Tensor:
     plan = _plan("sum_of_squares", {"tensors": tensors})
     total = torch.tensor(_core().sum_of_squares(factor, plan.operands, get_num_threads()), dtype=torch.float64)
     if plan.rest:
-        total += reference.sum_of_squares(_pick(tensors, plan.rest), factor=factor)
+        total += reference.sum_of_squares(pick(tensors, plan.rest), factor=factor)
     return total
 
 
@@ -349,7 +336,7 @@ def unscale(tensors: Sequence[Tensor], factor: float) -> Tensor:
     plan = _plan("unscale", {"tensors": tensors})
     total = torch.tensor(_core().unscale(factor, plan.operands, get_num_threads()), dtype=torch.float64)
     if plan.rest:
-        total += reference.unscale(_pick(tensors, plan.rest), factor)
+        total += reference.unscale(pick(tensors, plan.rest), factor)
     return total
 
 
@@ -358,4 +345,4 @@ def cast(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     plan = _plan("cast", {"sources": sources, "targets": targets})
     _core().cast(plan.operands, get_num_threads())
     if plan.rest:
-        reference.cast(_pick(sources, plan.rest), _pick(targets, plan.rest))
+        reference.cast(pick(sources, plan.rest), pick(targets, plan.rest))

@@ -122,7 +122,8 @@ def quantize(
         zero = x.amin(dim=1) + 0.0  # never a negative zero
         extent = x.amax(dim=1) - zero
     finite = (extent.isfinite() & zero.isfinite())[:, None]
-    scale = extent / rule.limit
+    # By a tensor: dividing by a number, torch multiplies by its rounded inverse on GPUs.
+    scale = extent / torch.full_like(extent, rule.limit)
     scale = torch.where(scale < _TINY, 0.0, scale)
     zero = torch.where(finite[:, 0], zero, 0.0)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
