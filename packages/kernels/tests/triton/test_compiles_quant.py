@@ -1,4 +1,4 @@
-"""Kernels of optimizer steps, Muon, quantisation and quantised products compile to machine code within shared memory, for GPUs that need not be there."""
+"""Kernels of optimizer steps, Muon, quantisation and quantised products compile within shared memory, without a GPU."""
 
 from __future__ import annotations
 

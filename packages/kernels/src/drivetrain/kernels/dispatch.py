@@ -41,8 +41,6 @@ class _Row:
         return {"torch": self.torch, "native": self.native, "triton": self.triton}[kind]
 
 
-_STEP: Final = _Row(torch="steps", native="steps")
-_QUANTIZE: Final = _Row(torch="quantize", native="quantize")
 _TOKENS: Final = _Row(torch="token_permutation", triton="token_permutation")
 _NORM: Final = _Row(torch="norm", triton="norm")
 _CROSS_ENTROPY: Final = _Row(torch="cross_entropy", triton="cross_entropy")
