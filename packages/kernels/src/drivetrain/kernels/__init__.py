@@ -2,6 +2,9 @@
 
 `quantize`, `reduce_quantized`, `pack_signs` and their kin make tensors small for the wire and for memory.
 
+`rms_norm`, `rotary_embedding`, `swiglu`, `masked_softmax`, `linear_cross_entropy` and their kin are the ops of a
+transformer layer, with gradients.
+
 `AsyncFile` moves tensors to and from files.
 
 Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
