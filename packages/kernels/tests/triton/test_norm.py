@@ -88,6 +88,17 @@ def test_rows_apart_mixed_dtypes_and_frozen_parameters(device: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3)
 
 
+def test_gradients_of_parameters_keep_the_precision_of_each(device: str) -> None:
+    x = _random(40, 16, seed=1, device=device, dtype=torch.float32)
+    weight = _random(16, seed=2, device=device, dtype=torch.bfloat16).requires_grad_()
+    bias = _random(16, seed=3, device=device, dtype=torch.float32).requires_grad_()
+    results = []
+    for kind in ("triton", "torch"):
+        y = implementation("layer_norm", kind)(x, weight, bias)
+        results.append(torch.autograd.grad(y, (weight, bias), x))
+    torch.testing.assert_close(results[0], results[1])
+
+
 def test_expanded_gradients_empty_tensors_and_nan(device: str) -> None:
     layer_norm = implementation("layer_norm", "triton")
     x = _random(5, 7, seed=1, device=device, dtype=torch.float32)

@@ -3,6 +3,9 @@
 `quantize`, `reduce_quantized`, `pack_signs` and their kin make tensors small for the wire and for memory.
 
 `AsyncFile` moves tensors to and from files; `SharedMemoryGroup` moves and reduces them among processes of one host.
+`rms_norm`, `rotary_embedding`, `swiglu`, `masked_softmax`, `linear_cross_entropy` and their kin are the ops of a
+transformer layer, with gradients.
+
 
 `top_k_gating`, `permutation`, `permute_tokens`, `grouped_matmul` and `unpermute_tokens` are a layer of mixture of
 experts.

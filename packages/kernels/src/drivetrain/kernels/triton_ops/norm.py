@@ -329,9 +329,10 @@ def _backward(
     rstd: Tensor,
     *,
     sums: int,
+    dtype: torch.dtype,
     centred: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of h, and the gradients of weight (and bias) [sums, hidden] in weight's dtype; None if sums is 0."""
+    """Gradient of h, and the gradients of weight (and bias) [sums, hidden] in `dtype`; None if sums is 0."""
     rows, hidden = h.shape
     dh = torch.empty(rows, hidden, dtype=h.dtype, device=h.device)
     long = hidden > _LONGEST
@@ -364,7 +365,7 @@ def _backward(
             norm_long_backward_kernel[(programs,)](*arguments, num_warps=warps)
         else:
             norm_backward_kernel[(programs,)](*arguments, STAGES=2, num_warps=warps)
-    return dh, None if partials is None else sum_partials(partials, weight.dtype)
+    return dh, None if partials is None else sum_partials(partials, dtype)
 
 
 class _Norm(torch.autograd.Function):
@@ -403,9 +404,12 @@ class _Norm(torch.autograd.Function):
         wants = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         sums = (1 if bias_dtype is None else 2) if wants else 0
         through = None if total_grad is None else as_rows(total_grad)
-        dh, parameters = _backward(as_rows(grad), through, h, weight, mean, rstd, sums=sums, centred=ctx.centred)
+        dtype = weight.dtype if bias_dtype in (None, weight.dtype) else torch.float32
+        dh, parameters = _backward(
+            as_rows(grad), through, h, weight, mean, rstd, sums=sums, dtype=dtype, centred=ctx.centred
+        )
         dh = dh.view(grad.shape)
-        dweight = None if parameters is None else parameters[0]
+        dweight = None if parameters is None else parameters[0].to(weight.dtype)
         dbias = parameters[1].to(bias_dtype) if parameters is not None and bias_dtype is not None else None
         return dh.to(x_dtype), dh if ctx.needs_input_grad[1] else None, dweight, dbias, None, None
 

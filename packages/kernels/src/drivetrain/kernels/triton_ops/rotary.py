@@ -48,8 +48,8 @@ def _rotate(
     y += batch.to(tl.int64) * y_batch + place.to(tl.int64) * y_place
     head = first_head + tl.arange(0, HEADS)
     present = (head < heads)[:, None]
-    source = x + head[:, None] * x_head
-    target = y + head[:, None] * y_head
+    source = x + head.to(tl.int64)[:, None] * x_head
+    target = y + head.to(tl.int64)[:, None] * y_head
     if INTERLEAVED:
         col = tl.arange(0, 2 * PAIRS)[None, :]
         inside = present & (col < 2 * pairs)

@@ -59,7 +59,7 @@ def _visible(
         batch = row // queries
         place = (batch // inners).to(tl.int64) * mask_outer + (batch % inners).to(tl.int64) * mask_inner
         place += query.to(tl.int64) * mask_query
-        m = tl.load(mask + place + col * mask_column, mask=inside, other=0)
+        m = tl.load(mask + place + col.to(tl.int64) * mask_column, mask=inside, other=0)
         if BOOLEAN:
             inside = inside & (m != 0)
         else:
