@@ -17,6 +17,7 @@ from .core import choose_instruction_set, get_num_threads, instruction_sets, set
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, implementation, resolve
 from .optim import Lamb, Lion
+from .paged_attention import paged_decode, ragged_attention, write_cache
 from .quantization import (
     PackedSigns,
     Quantized,
@@ -59,9 +60,12 @@ __all__ = [
     "implementation",
     "instruction_sets",
     "pack_signs",
+    "paged_decode",
     "quantize",
+    "ragged_attention",
     "reduce_quantized",
     "resolve",
     "set_num_threads",
     "unpack_signs",
+    "write_cache",
 ]

@@ -22,7 +22,7 @@ import torch
 
 from .core import CORE
 
-__all__ = ["KernelStatus", "Kind", "available", "implementation", "resolve"]
+__all__ = ["Implementation", "KernelStatus", "Kind", "available", "implementation", "resolve"]
 
 Implementation = Callable[..., Any]
 Kind = Literal["torch", "native", "triton"]
@@ -42,6 +42,7 @@ class _Row:
 
 _STEP: Final = _Row(torch="steps", native="steps")
 _QUANTIZE: Final = _Row(torch="quantize", native="quantize")
+_PAGED: Final = _Row(torch="paged_attention", triton="paged_attention")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {
@@ -60,6 +61,9 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "reduce_quantized": _QUANTIZE,
         "pack_signs": _QUANTIZE,
         "unpack_signs": _QUANTIZE,
+        "paged_decode": _PAGED,
+        "ragged_attention": _PAGED,
+        "write_cache": _PAGED,
     }
 )
 
