@@ -16,6 +16,7 @@ from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, implementation, resolve
+from .evoformer_attention import evoformer_attention
 from .optim import Lamb, Lion
 from .paged_attention import paged_decode, ragged_attention, write_cache
 from .quantization import (
@@ -56,6 +57,7 @@ __all__ = [
     "choose_instruction_set",
     "dequantize",
     "dequantize_reduce",
+    "evoformer_attention",
     "get_num_threads",
     "implementation",
     "instruction_sets",

@@ -64,6 +64,7 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "paged_decode": _PAGED,
         "ragged_attention": _PAGED,
         "write_cache": _PAGED,
+        "evoformer_attention": _Row(torch="evoformer_attention", triton="evoformer_attention"),
     }
 )
 
