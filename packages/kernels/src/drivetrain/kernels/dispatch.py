@@ -65,6 +65,7 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "ragged_attention": _PAGED,
         "write_cache": _PAGED,
         "evoformer_attention": _Row(torch="evoformer_attention", triton="evoformer_attention"),
+        "block_sparse_attention": _Row(torch="sparse_attention", triton="sparse_attention"),
     }
 )
 

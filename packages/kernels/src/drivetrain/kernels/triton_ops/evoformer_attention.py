@@ -52,8 +52,8 @@ def _column_bias(mask_bias, columns, length, HAS_MASK: tl.constexpr):
     return bias
 
 
-# pair_bias [length, length] of one head; a tile from row `first` on: rows and columns, of which one lies along its first
-# dimension and one along its second -> float32 tile in base 2. Only the first row's place can need 64 bits.
+# pair_bias [length, length] of one head; a tile from row `first` on: rows and columns, of which one lies along its
+# first dimension and one along its second -> float32 tile in base 2. Only the first row's place can need 64 bits.
 @triton.jit
 def _pair_bias(pair_bias, first, rows, columns, length):
     there = (first + rows < length) & (columns < length)
