@@ -363,12 +363,10 @@ def forward_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 def backward_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
     """The same for the three kernels of the backward pass, which hold four operands and up to three sums."""
     single, size = dtype == torch.float32, padded(head_dim)
-    if size <= 32:
-        return Tiles(32, 32, 4, 2) if single else Tiles(64, 64, 4, 2)
     if size <= 64:
-        return Tiles(32, 32, 4, 2) if single else Tiles(32, 64, 4, 2)
+        return Tiles(32 if size <= 32 else 16, 32, 4, 2) if single else Tiles(64, 32, 4, 2)
     if size <= 128:
-        return Tiles(16, 32, 4, 2) if single else Tiles(32, 64, 4, 2)
+        return Tiles(16, 32, 4, 2) if single else Tiles(64, 32, 8, 2)
     return Tiles(16, 16, 8, 1) if single else Tiles(16, 32, 4, 2)
 
 

@@ -255,27 +255,32 @@ class Attention(NamedTuple):
 
 
 def forward_tiles(block: int, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Tiles within 99 KiB of shared memory and, but for the largest heads in float32, within registers."""
+    """Tiles within 99 KiB of shared memory and within registers, on Ampere and Hopper."""
     single, size = dtype == torch.float32, padded(head_dim)
     if size <= 64:
-        own, step, warps, stages = (64, 32, 4, 2) if single else (128, 64, 4, 2)
+        tiles = Tiles(32, 32, 4, 2) if single else Tiles(128, 64, 8, 2)
     elif size <= 128:
-        own, step, warps, stages = (32, 32, 4, 2) if single else (128, 64, 8, 2)
+        tiles = Tiles(32, 32, 4, 2) if single else Tiles(64, 64, 4, 2)
     else:
-        own, step, warps, stages = (16, 16, 8, 1) if single else (64, 32, 8, 2)
-    return Tiles(min(block, own), step, min(warps, 4) if block < 64 else warps, stages)
+        tiles = Tiles(16, 16, 8, 1) if single else Tiles(64, 32, 8, 2)
+    return _within(tiles, block)
 
 
 def backward_tiles(block: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     """The same for the two kernels of the backward pass, which hold four operands and up to two sums."""
     single, size = dtype == torch.float32, padded(head_dim)
     if size <= 64:
-        own, step, warps, stages = (32, 32, 4, 2) if single else (64, 64, 4, 2)
+        tiles = Tiles(32, 16, 4, 2) if single else Tiles(64, 32, 4, 2)
     elif size <= 128:
-        own, step, warps, stages = (32, 16, 4, 2) if single else (64, 32, 4, 2)
+        tiles = Tiles(16, 16, 4, 2) if single else Tiles(64, 32, 8, 2)
     else:
-        own, step, warps, stages = (16, 16, 8, 1) if single else (32, 32, 8, 2)
-    return Tiles(min(block, own), step, warps, stages)
+        tiles = Tiles(16, 16, 4, 1) if single else Tiles(32, 32, 8, 2)
+    return _within(tiles, block)
+
+
+def _within(tiles: Tiles, block: int) -> Tiles:
+    """The program's own tile is part of one block; a small one does not occupy eight warps."""
+    return tiles if tiles.own <= block else tiles._replace(own=block, warps=4)
 
 
 def _compiled(q: Tensor, call: Attention, own: str, step: str, tiles: Tiles) -> dict[str, Any]:
