@@ -87,6 +87,15 @@ def test_a_query_that_all_keys_are_hidden_from(device: str) -> None:
     assert not bool(found[0][0, 1, 3].any())
 
 
+def test_gradients_are_the_same_bits_at_every_run(device: str) -> None:
+    tensors = [x.float() for x in make(device, (1, 3, 40, 2, 16), torch.float32)]
+    first, second = (run("triton", tensors, (True, True)) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
 def test_nan_stays_in_its_row_and_head(device: str) -> None:
     tensors = [x.float() for x in make(device, (1, 2, 20, 2, 16), torch.float32)]
     tensors[1][0, 1, 0, 1, 3] = math.nan

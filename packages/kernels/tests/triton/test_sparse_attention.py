@@ -78,6 +78,13 @@ def test_padding_hides_keys(device: str) -> None:
     assert not bool(found[2][1, :, :40].any())
 
 
+def test_gradients_are_the_same_bits_at_every_run(device: str) -> None:
+    tensors = [x.float() for x in make(device, (1, 1, 48, 16), torch.float32)]
+    options = {"block": 16, "causal": True, "scale": 0.25, "key_padding_mask": None}
+    first, second = (run("triton", tensors, random_layout(device, 1, 3), options) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 def test_visible_nan_is_seen_and_hidden_nan_is_not(device: str) -> None:
     q, k, v, _ = (x.float() for x in make(device, (1, 1, 32, 16), torch.float32))
     k[0, 0, 20] = math.nan

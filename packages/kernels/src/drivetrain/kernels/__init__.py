@@ -4,6 +4,9 @@
 
 `AsyncFile` moves tensors to and from files.
 
+`paged_decode`, `ragged_attention`, `evoformer_attention` and `block_sparse_attention` are the attentions that torch's
+own does not cover.
+
 Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
 are also correct on shards of parameters; `rules` holds their hyperparameters. Every op has an implementation in plain
 torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or GPUs (`triton_ops`); `resolve` finds the

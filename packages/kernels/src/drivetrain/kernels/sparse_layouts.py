@@ -284,7 +284,7 @@ class LocalSlidingWindowLayout(SparseLayout):
         return _window(blocks, self.num_sliding_window_blocks)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BlockLists:
     """A layout and the same as lists: for every row its blocks in ascending order, and for every column.
 
