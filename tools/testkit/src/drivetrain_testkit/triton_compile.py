@@ -19,23 +19,34 @@ SHARED_LIMIT: Final = 99 * 1024
 """Bytes of shared memory that a program can have on the smallest of the sm_8x parts."""
 
 _COMPILE: Final = """
-import importlib, json, sys
+import importlib, json, pathlib, re, subprocess, sys, tempfile
 import triton
+import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+def stack(cubin):
+    # Bytes of stack of a program, where registers are spilled to.
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = pathlib.Path(triton.backends.nvidia.__path__[0]) / "bin" / "cuobjdump"
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return max(int(found) for found in re.findall(r"STACK:(\\d+)", usage))
 
 for case in json.load(sys.stdin):
     kernel = getattr(importlib.import_module(case["module"]), case["kernel"])
     constants = case["constants"]
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else case["types"][name] for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case["aligned"]}
+    attributes = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in case["aligned"]}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     for capability in case["capabilities"]:
         options = {"num_warps": case["warps"], "num_stages": case["stages"]}
         built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         size = len(built.asm["cubin"])
-        print(json.dumps({"kernel": case["kernel"], "shared": built.metadata.shared, "bytes": size}))
+        spilled = 0 if case["stack"] is None else stack(built.asm["cubin"])
+        print(json.dumps({"case": case, "shared": built.metadata.shared, "bytes": size, "stack": spilled}))
 """
 
 
@@ -51,6 +62,7 @@ class Case:
         aligned: arguments that are multiples of 16, as tensors and most strides are; without it loads are narrow and
             not pipelined, and need less shared memory than in use.
         warps, stages, capabilities: options of the compiler.
+        stack: how many bytes of registers may be spilled; None for any number.
     """
 
     module: str
@@ -61,6 +73,7 @@ class Case:
     warps: int = 4
     stages: int = 2
     capabilities: tuple[int, ...] = CAPABILITIES
+    stack: int | None = None
 
 
 def assert_compiles(cases: Sequence[Case]) -> None:
@@ -82,3 +95,4 @@ def assert_compiles(cases: Sequence[Case]) -> None:
     for one in built:
         assert one["bytes"] > 0
         assert one["shared"] <= SHARED_LIMIT, one
+        assert one["stack"] <= (one["case"]["stack"] or 0), one

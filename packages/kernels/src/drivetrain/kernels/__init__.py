@@ -17,6 +17,13 @@ Optimizers (`FusedAdam`, `FusedAdagrad`, `FusedSgd`, `Lion` and `Lamb`; `CpuAdam
 Every op has an implementation in plain torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or
 GPUs (`triton_ops`); `resolve` finds the one that serves an op on a device, and `available()` says which one it is, and
 why.
+`paged_decode`, `ragged_attention`, `evoformer_attention` and `block_sparse_attention` are the attentions that torch's
+own does not cover.
+
+Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
+are also correct on shards of parameters; `rules` holds their hyperparameters. Every op has an implementation in plain
+torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or GPUs (`triton_ops`); `resolve` finds the
+one that serves an op on a device, and `available()` says which one it is, and why.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from .core import choose_instruction_set, get_num_threads, instruction_sets, set
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .dispatch import KernelStatus, available, implementation, resolve
+from .evoformer_attention import evoformer_attention
 from .fused_optim import FusedAdagrad, FusedAdam, FusedSgd
 from .gating import top_k_gating
 from .grouped_matmul import grouped_matmul
@@ -34,6 +42,7 @@ from .host_memory import BufferPool, aligned_empty
 from .muon import Muon, orthogonalize
 from .norm import layer_norm, rms_norm
 from .optim import Lamb, Lion
+from .paged_attention import paged_decode, ragged_attention, write_cache
 from .quantization import (
     PackedSigns,
     Quantized,
@@ -56,6 +65,17 @@ from .shared_memory import (
     shared_memory_refusal,
 )
 from .softmax import masked_softmax
+from .sparse_attention import block_sparse_attention
+from .sparse_layouts import (
+    BigBirdLayout,
+    BlockLists,
+    BSLongformerLayout,
+    DenseLayout,
+    FixedLayout,
+    LocalSlidingWindowLayout,
+    SparseLayout,
+    VariableLayout,
+)
 from .token_permutation import TokenPermutation, expert_histogram, permutation, permute_tokens, unpermute_tokens
 
 __all__ = [
@@ -63,11 +83,16 @@ __all__ = [
     "AdamRule",
     "AsyncFile",
     "AsyncFileOptions",
+    "BSLongformerLayout",
+    "BigBirdLayout",
+    "BlockLists",
     "BufferPool",
     "CpuAdagrad",
     "CpuAdam",
     "CpuLamb",
     "CpuLion",
+    "DenseLayout",
+    "FixedLayout",
     "FusedAdagrad",
     "FusedAdam",
     "FusedSgd",
@@ -76,6 +101,7 @@ __all__ = [
     "LambRule",
     "Lion",
     "LionRule",
+    "LocalSlidingWindowLayout",
     "Muon",
     "MuonRule",
     "PackedSigns",
@@ -88,16 +114,20 @@ __all__ = [
     "SharedMemoryGroup",
     "SharedMemoryWork",
     "SignRule",
+    "SparseLayout",
     "Ticket",
     "TokenPermutation",
+    "VariableLayout",
     "aligned_empty",
     "available",
     "bias_dropout_residual",
     "bias_gelu",
+    "block_sparse_attention",
     "choose_instruction_set",
     "cross_entropy",
     "dequantize",
     "dequantize_reduce",
+    "evoformer_attention",
     "expert_histogram",
     "geglu",
     "get_num_threads",
@@ -109,9 +139,11 @@ __all__ = [
     "masked_softmax",
     "orthogonalize",
     "pack_signs",
+    "paged_decode",
     "permutation",
     "permute_tokens",
     "quantize",
+    "ragged_attention",
     "reduce_quantized",
     "resolve",
     "rms_norm",
@@ -122,4 +154,5 @@ __all__ = [
     "top_k_gating",
     "unpack_signs",
     "unpermute_tokens",
+    "write_cache",
 ]

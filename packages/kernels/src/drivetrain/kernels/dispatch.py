@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .core import CORE
 
-__all__ = ["KernelStatus", "Kind", "available", "implementation", "resolve"]
+__all__ = ["Implementation", "KernelStatus", "Kind", "available", "implementation", "resolve"]
 
 Implementation = Callable[..., Any]
 Kind = Literal["torch", "native", "triton"]
@@ -47,6 +47,7 @@ _CROSS_ENTROPY: Final = _Row(torch="cross_entropy", triton="cross_entropy")
 _ACTIVATION: Final = _Row(torch="activation", triton="activation")
 _STEP: Final = _Row(torch="steps", native="steps", triton="steps")
 _QUANTIZE: Final = _Row(torch="quantize", native="quantize", triton="quantize")
+_PAGED: Final = _Row(torch="paged_attention", triton="paged_attention")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {
@@ -82,6 +83,11 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "masked_softmax": _Row(torch="softmax", triton="softmax"),
         "cross_entropy": _CROSS_ENTROPY,
         "linear_cross_entropy": _CROSS_ENTROPY,
+        "paged_decode": _PAGED,
+        "ragged_attention": _PAGED,
+        "write_cache": _PAGED,
+        "evoformer_attention": _Row(torch="evoformer_attention", triton="evoformer_attention"),
+        "block_sparse_attention": _Row(torch="sparse_attention", triton="sparse_attention"),
     }
 )
 
