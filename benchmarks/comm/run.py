@@ -2,8 +2,10 @@
 
 All run on the same ranks, in turn, call by call, so that a change in the machine's load meets all. One sample is the
 time from a barrier until the slowest rank has its result. Ratios are formed call by call, against shared memory (the
-other's time over its time, so above 1 it is faster), and given as median and quartiles. Memory is the growth of the
-peak resident set during a call, in units of the whole buffer, the largest over the ranks (Linux only).
+other's time over its time, so above 1 it is faster), and given as median and quartiles. CPU time is that of all
+threads of a rank, in user and kernel mode, the mean over ranks: what a call takes from a computation beside it. Memory
+is the growth of the peak resident set during a call, in units of the whole buffer, the largest over the ranks (Linux
+only).
 
     python benchmarks/comm/run.py [--ranks 2 4] [--megabytes 0.0625 1 8 100] [--dtypes float32 bfloat16] [--samples 15]
     [--name NAME]
@@ -49,7 +51,7 @@ class Plan:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One operation at one size. By contender: times in milliseconds, how often its time is that of the first one
-    (each as lower quartile, median, upper quartile), and memory in units of the whole buffer.
+    (each as lower quartile, median, upper quartile), the median CPU time, and memory in units of the whole buffer.
     """
 
     op: str
@@ -58,6 +60,7 @@ class Row:
     megabytes: float
     ms: dict[str, tuple[float, float, float]]
     ratio: dict[str, tuple[float, float, float]]
+    cpu_ms: dict[str, float]
     memory: dict[str, float | None]
 
 
@@ -101,13 +104,16 @@ def contenders(op: str, buffers: Buffers, links: Links) -> dict[str, Callable[[]
     return {"shared memory": ours(links.shared), "gloo": ours(links.gloo), "torch": theirs[op]}
 
 
-def seconds(call: Callable[[], object], links: Links) -> float:
+def sample(call: Callable[[], object], links: Links) -> tuple[float, float]:
+    """Milliseconds until the slowest rank is done, and of CPU time, the mean over the ranks."""
     dist.barrier(links.group)
-    start = time.perf_counter()
+    cpu, start = time.process_time(), time.perf_counter()
     call()
     elapsed = torch.tensor([time.perf_counter() - start])
     dist.all_reduce(elapsed, dist.ReduceOp.MAX, group=links.group)
-    return float(elapsed)
+    used = torch.tensor([time.process_time() - cpu])  # when no rank needs this one's threads any more
+    dist.all_reduce(used, group=links.group)
+    return float(elapsed) * 1e3, float(used) * 1e3 / links.shared.size
 
 
 def peak_growth(call: Callable[[], object], group: dist.ProcessGroup) -> int | None:
@@ -135,11 +141,13 @@ def measure(plan: Plan, links: Links) -> list[Row]:
                 buffers = Buffers(plan, megabytes, getattr(torch, dtype_name), links.shared.rank)
                 calls = contenders(op, buffers, links)
                 times: dict[str, list[float]] = {name: [] for name in calls}
-                for sample in range(-2, plan.samples):
+                cpu: dict[str, list[float]] = {name: [] for name in calls}
+                for number in range(-2, plan.samples):
                     for name, call in calls.items():
-                        elapsed = seconds(call, links) * 1e3
-                        if sample >= 0:
+                        elapsed, used = sample(call, links)
+                        if number >= 0:
                             times[name].append(elapsed)
+                            cpu[name].append(used)
                 growth = {name: peak_growth(call, links.group) for name, call in calls.items()}
                 first = next(iter(times.values()))
                 ratios = {name: [b / a for a, b in zip(first, own, strict=True)] for name, own in times.items()}
@@ -151,6 +159,7 @@ def measure(plan: Plan, links: Links) -> list[Row]:
                         megabytes=megabytes,
                         ms={name: quartiles(own, 3) for name, own in times.items()},
                         ratio={name: quartiles(own, 2) for name, own in ratios.items()},
+                        cpu_ms={name: round(statistics.median(own), 2) for name, own in cpu.items()},
                         memory={
                             name: None if more is None else round(more / buffers.nbytes, 2)
                             for name, more in growth.items()
@@ -189,8 +198,8 @@ def free_port() -> int:
 
 
 HEAD = """\
-| op | ranks | dtype | MB | shared memory ms | gloo ms | torch ms | gloo / shared | torch / shared | memory of each |
-|---|---|---|---|---|---|---|---|---|---|
+| op | ranks | dtype | MB | shared memory ms | gloo ms | torch ms | gloo / shared | torch / shared | CPU ms | memory |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -198,7 +207,7 @@ def line(row: Row) -> str:
     cells = [row.op, str(row.ranks), row.dtype, f"{row.megabytes:g}"]
     cells += [f"{middle} ({low}-{high})" for low, middle, high in row.ms.values()]
     cells += [f"**{middle}** ({low}-{high})" for low, middle, high in list(row.ratio.values())[1:]]
-    cells.append(", ".join(str(units) for units in row.memory.values()))
+    cells += [", ".join(str(value) for value in of_each.values()) for of_each in (row.cpu_ms, row.memory)]
     return "| " + " | ".join(cells) + " |\n"
 
 
@@ -227,7 +236,8 @@ def main() -> None:
         json.dumps({"machine": machine, "rows": [asdict(r) for r in rows]}, indent=1) + "\n"
     )
     text = (
-        f"# Collectives between ranks of one host\n\n{machine}. {options.samples} samples; median and quartiles.\n\n"
+        f"# Collectives between ranks of one host\n\n{machine}. {options.samples} samples; median and quartiles. CPU "
+        f"time and memory: of shared memory, gloo and torch.\n\n"
         f"{HEAD}{''.join(line(r) for r in rows)}"
     )
     (folder / f"{options.name}.md").write_text(text)

@@ -173,7 +173,7 @@ void SharedMemoryGroup::accept() {
         const auto found = std::find_if(calls_.begin(), calls_.end(), [&](const Call& call) { return call.work == work; });
         if (found == calls_.end()) continue;
         const std::vector<int> waited_for = blockers();
-        fail({Trouble::late, waited_for.empty() ? -1 : waited_for.front(), {}, {}});
+        if (!waited_for.empty()) fail({Trouble::late, waited_for.front(), {}, {}});  // else this rank itself was stopped for that long
     }
 }
 

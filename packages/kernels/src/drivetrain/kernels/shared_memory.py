@@ -36,8 +36,8 @@ __all__ = [
     "shared_memory_refusal",
 ]
 
-SLOT_BYTES: Final = 1 << 18
-SLOTS: Final = 4
+SLOT_BYTES: Final = 1 << 17
+SLOTS: Final = 8
 _VERSION: Final = 1  # of what ranks tell each other and of the layout of their memory
 _LINE: Final = 64  # SharedMemoryGroup deals slots out in lines of the cache
 _LOOK_SECONDS: Final = 0.2  # how often a waiting thread returns to Python, which handles signals
