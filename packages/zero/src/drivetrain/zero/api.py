@@ -209,11 +209,11 @@ def shard(
         mesh: the ranks.
         policy: how to shard and train.
         values: a source (a checkpoint, say) from which parameters and persistent buffers are read by name, each rank
-            its own slices. What it has wins over what ``module`` has.
-        initialize: is called, children first, with each module that owns parameters or buffers which are on the meta
-            device and not in ``values``, when these have got memory; it fills them (as the ``reset_parameters`` of
-            torch's layers do, or ``model._init_weights`` of a model of transformers). It draws the same on all ranks
-            if these have the same seed; the first rank's values are what counts.
+            its own slices. It has all of them and no others, under one of the names where they are tied.
+        initialize: if given, ``values`` may lack some. It is called, children first, with each module that owns
+            parameters or buffers which are on the meta device and not in ``values``, when these have got memory, and
+            fills them, as the ``reset_parameters`` of torch's layers do, or the ``_init_weights`` of a model of
+            transformers. The first rank's numbers are what counts.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -279,7 +279,7 @@ def _check(module: nn.Module, mesh: Mesh) -> None:
 
 def _builders(module: nn.Module, mesh: Mesh, policy: Policy) -> list[Init]:
     """The contexts that ``module`` was built in, if they fit."""
-    if Init.active():
+    if Init.active() is not None:
         raise RuntimeError(f"rank {mesh.world.rank}: shard() inside of Init; leave the context first")
     builders = Init.of(module)
     for builder in builders:

@@ -79,9 +79,10 @@ class Init:
         self._pieces = WeakIdKeyDictionary()  # by parameter: what this rank keeps of it
         self._doors: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self._entered: list[AbstractContextManager[None]] = []
+        self._construction: Construction | None = None
 
     def __enter__(self) -> Init:
-        outer = _ACTIVE.get()
+        outer = Init.active()
         context = self.reopened() if self._enabled and outer is None else nullcontext()
         if self._enabled and outer is not None:
             outer._require_same(self)
@@ -99,9 +100,9 @@ class Init:
         )
 
     @staticmethod
-    def active() -> bool:
-        """Whether this thread is inside of a context."""
-        return _ACTIVE.get() is not None
+    def active() -> Init | None:
+        """The context that this thread is in."""
+        return _ACTIVE.get()
 
     @staticmethod
     def of(module: nn.Module) -> list[Init]:
@@ -122,14 +123,21 @@ class Init:
             construction.resume(parameter, kept)
         self._pieces.clear()
         token = _ACTIVE.set(self)
+        self._construction = construction
         orderly = False
         try:
             with construction:
                 yield
             orderly = True
         finally:
+            self._construction = None
             _ACTIVE.reset(token)
             self._keep(construction.finish(self._dtype) if orderly else construction.abandon(self._dtype))
+
+    def pinned(self, module: nn.Module) -> AbstractContextManager[None]:
+        """While this is open: keep the parameters of ``module`` whole. Collective."""
+        assert self._construction is not None
+        return self._construction.pinned(module.parameters())
 
     def require(self, mesh: Mesh, policy: Policy) -> None:
         """Refuse to have modules that were built here sharded in another way."""
@@ -210,20 +218,24 @@ class Init:
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Read and change ``module``, which was built under `Init` and is not sharded yet, as if it was whole. Collective.
+    """Read and change ``module``, which was built under `Init` and is not sharded yet. Collective.
 
-        with whole(model):
+        with whole(model.get_input_embeddings()):
             model.resize_token_embeddings(50_304)
 
-    What the code touches is gathered when it does, and split again when it goes on, so this costs no more memory than
-    building did. Edits are kept: in place, through ``.data``, or by assigning new parameters or modules. All ranks run
-    the same code, and what the first rank wrote is what counts. Parameters have the precision here that Init keeps.
+    The parameters of ``module`` are whole from the beginning to the end of the context. Those of other modules that
+    were built with it are gathered when code touches them, as during building; so name a part of the model where the
+    whole would not fit. Edits are kept: in place, through ``.data``, or by assigning new parameters or modules. The first
+    rank's are what counts: code that only one rank runs is fine if it stays within ``module``, all else runs on all
+    ranks. Parameters have the precision here that Init keeps. Works inside of `Init` too.
 
     Raises:
         ValueError: the module has no part that was built under `Init` and is still to be sharded.
     """
-    if Init.active():
-        yield
+    active = Init.active()
+    if active is not None:
+        with active.pinned(module):
+            yield
         return
     builders = Init.of(module)
     if len(builders) != 1:
@@ -231,5 +243,5 @@ def whole(module: nn.Module) -> Iterator[None]:
             f"{type(module).__name__} has parts of {len(builders)} Init contexts that are not sharded yet, and one is "
             "needed; a sharded module is read and changed within gathered(sharded, parameters)"
         )
-    with builders[0].reopened():
+    with builders[0].reopened(), builders[0].pinned(module):
         yield

@@ -13,7 +13,7 @@ Invariants:
 - Ranks run the same code, so they split and gather in the same order. Nothing that decides about a collective depends
   on what is garbage already, or on values.
 - What counts are the first rank's values: they are broadcast whenever memory is split.
-- At most one module's own parameters are whole besides those that the current call needs.
+- At most one module's own parameters are whole besides those that the current call needs, and pinned ones.
 """
 
 from __future__ import annotations
@@ -131,12 +131,17 @@ class Memory:
         view.set_(self.storage, 0, (numel,), (1,))
         return view
 
-    def split(self, ranks: Ranks) -> None:
-        """Keep this rank's part of the first rank's values. Collective."""
+    def part(self, ranks: Ranks) -> torch.Tensor:
+        """This rank's part of the first rank's values. Collective."""
         flat = self._flat(self.numel).to(ranks.shard.device)
         broadcast(flat, ranks.everyone).wait()
-        self.piece = cut(flat, ranks.shard)
-        self.storage.resize_(0)
+        return cut(flat, ranks.shard)
+
+    def split(self, ranks: Ranks) -> None:
+        """Keep this rank's part only. Collective. Memory that was handed to others, as a numpy array, has to stay."""
+        if self.storage.resizable():
+            self.piece = self.part(ranks)
+            self.storage.resize_(0)
 
     def restore(self, axis: Axis) -> None:
         """Fill the storage again. Collective."""
@@ -205,6 +210,22 @@ class Construction(TorchFunctionMode):
         storage.resize_(0)
         self._memories[storage._cdata] = Memory(storage, empty.dtype, empty.numel(), None, kept.piece)
 
+    @contextmanager
+    def pinned(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Keep ``parameters`` whole within the context, whatever else is looked at. Collective."""
+        with _unseen():
+            found = [memory for parameter in parameters if (memory := self._memory_of(parameter)) is not None]
+            pinned = {}
+            for memory in found:
+                self._restore(memory)
+                key = memory.storage._cdata
+                if self._whole.pop(key, None) is not None:  # else somebody around us has pinned it
+                    pinned[key] = memory
+        try:
+            yield
+        finally:
+            self._whole.update(pinned)
+
     # what is seen -----------------------------------------------------------------------------------------------------
 
     def __torch_function__(
@@ -218,15 +239,18 @@ class Construction(TorchFunctionMode):
                 f"rank {self._ranks.shard.world.rank}: a backward pass while modules are built under Init; leave the "
                 "context and call shard(module, mesh, policy) first"
             )
+        sets_data, copies = func == _SET_DATA, func is torch.Tensor.clone and _copies_a_parameter(sys._getframe(1))
         with _unseen():
             if func in _ALLOCATIONS:
                 self._make_room()
             # What is assigned to `.data` replaces what is there: nobody reads it.
-            self._touch(tensors_in((args[1:] if func == _SET_DATA else args, kwargs)))
+            touched = self._touch(tensors_in((args[1:] if sets_data else args, kwargs)))
+            if copies:
+                self._split(memory for memory in self._whole.values() if memory not in touched)
         result = func(*args, **kwargs)
-        if func == _SET_DATA or (func is torch.Tensor.clone and _copies_a_parameter(sys._getframe(1))):
+        if sets_data or copies:
             with _unseen():
-                self._follow(args[0] if func == _SET_DATA else result, None)
+                self._follow(args[0] if sets_data else result, None)
         return result
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -267,16 +291,17 @@ class Construction(TorchFunctionMode):
         except (NotImplementedError, RuntimeError):  # tensors of functorch and the like, which have no storage
             return None
 
-    def _touch(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _touch(self, tensors: Iterable[torch.Tensor]) -> list[Memory]:
+        """Make whole what a call is about to use."""
         found = [memory for tensor in tensors if (memory := self._memory_of(tensor)) is not None]
         for memory in found:
             memory.touched = True
         if any(memory.piece is not None for memory in found):
             owners = {memory.owner for memory in found if memory.owner is not None}
-            keep = {id(memory) for memory in found}
-            self._split(m for m in self._whole.values() if id(m) not in keep and m.owner not in owners)
+            self._split(m for m in self._whole.values() if m not in found and m.owner not in owners)
             for memory in found:
                 self._restore(memory)
+        return found
 
     def _restore(self, memory: Memory) -> None:
         if memory.piece is not None:
@@ -318,6 +343,7 @@ class Construction(TorchFunctionMode):
             for parameter in self._parameters():
                 claims.append((parameter, self._claim(parameter, claimed)))
             self._leave_placeholders(claims, dtype)
+            self._cast_others(dtype)
             self._restore_for_others()
         return claims
 
@@ -333,15 +359,21 @@ class Construction(TorchFunctionMode):
             memory = self._memory_of(parameter)
             self._split(self._whole.values())
         assert memory is not None
-        assert memory.piece is not None
         claimed.add(id(memory))
-        return SplitParameter(memory.piece, parameter.shape)
+        piece = memory.part(self._ranks) if memory.piece is None else memory.piece
+        return SplitParameter(piece, parameter.shape)
 
     def _leave_placeholders(self, claims: Claims, dtype: torch.dtype | None) -> None:
         for parameter, _ in claims:
             shown = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
             parameter.data = placeholder(parameter.shape, shown, parameter.device)
             torch.autograd.graph.increment_version(parameter)  # a graph that has read it cannot be run backward
+
+    def _cast_others(self, dtype: torch.dtype | None) -> None:
+        """Parameters that were not split, since they have no elements or no memory, get ``dtype`` all the same."""
+        for parameter in (p for module in self._log for p in module._parameters.values()):
+            if dtype is not None and parameter is not None and not is_lazy(parameter) and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
 
     def _restore_for_others(self) -> None:
         memories = list(self._memories.values())

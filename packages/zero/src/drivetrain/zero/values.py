@@ -59,7 +59,8 @@ class _Match:
 
     parameters: dict[int, str] = field(default_factory=dict)  # by id: the name in the source
     buffers: list[_Buffer] = field(default_factory=list)
-    absent: dict[int, str] = field(default_factory=dict)  # by id: parameters and buffers that nothing gives a value
+    absent: dict[int, str] = field(default_factory=dict)  # by id: on the meta device, and nothing gives a value
+    kept: list[str] = field(default_factory=list)  # not in the source, but with values in the module
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
 
@@ -152,6 +153,8 @@ def _match(module: nn.Module, source: TensorSource | None) -> _Match:
             match.misshapen += _misshapen(name, source, named.parameter)
         elif named.parameter.is_meta:
             match.absent[id(named.parameter)] = named.name
+        elif source is not None:
+            match.kept.append(named.name)
         for alias in named.names:
             unused.pop(alias, None)
     for buffer in _buffers(module):
@@ -160,6 +163,8 @@ def _match(module: nn.Module, source: TensorSource | None) -> _Match:
             match.misshapen += _misshapen(buffer.name, source, buffer.tensor)
         elif buffer.tensor.is_meta:
             match.absent[id(buffer.tensor)] = buffer.name
+        elif source is not None and buffer.persistent:
+            match.kept.append(buffer.name)
     taken = {buffer.name for buffer in match.buffers}
     match.unexpected = [name for name in unused if name not in taken]
     return match
@@ -181,7 +186,7 @@ def _problem(
     module: nn.Module, match: _Match, source: TensorSource | None, initialize: Initialize | None
 ) -> str | None:
     """What does not fit, in one sentence."""
-    missing = [] if initialize is not None else [f"'{name}'" for name in match.absent.values()]
+    missing = [] if initialize is not None else [f"'{name}'" for name in (*match.absent.values(), *match.kept)]
     if source is None:
         if not missing:
             return None
@@ -203,7 +208,8 @@ def _problem(
         return None
     return (
         f"the tensors of {type(source).__name__} are not those of {type(module).__name__}. {'; '.join(faults)}. Rename "
-        "or leave out what the source has, and pass initialize= for what it does not have"
+        "or leave out what the source has too much. If it may lack some, pass initialize=, which is called for those "
+        "on the meta device; others keep the values that they have"
     )
 
 
