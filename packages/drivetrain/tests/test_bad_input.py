@@ -128,7 +128,8 @@ def a_model_without_parameters(folder: Path) -> None:
     ValueError,
     "6 parameters and buffers are on the meta device and have no data: 'blocks.0.inner.weight', 'blocks.0.inner.bias', "
     "'blocks.1.inner.weight', 'blocks.1.inner.bias', 'head.weight', 'head.bias'. Pass values= (a source to read them "
-    "from) or initialize= (a function that is called with each module that has some), or give them values before sharding",
+    "from) or initialize= (a function that is called with each module that has some), or give them values before "
+    "sharding",
 )
 def a_model_on_the_meta_device(folder: Path) -> None:
     with torch.device("meta"):
