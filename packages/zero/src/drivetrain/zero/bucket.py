@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from drivetrain.comm import Axis, broadcast
+from drivetrain.comm import Axis, all_gather, broadcast
 from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import BucketLayout, Piece
 from drivetrain.zero.policy import HALF_TYPES

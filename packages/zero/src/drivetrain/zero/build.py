@@ -226,8 +226,8 @@ def whole(module: nn.Module) -> Iterator[None]:
     The parameters of ``module`` are whole from the beginning to the end of the context. Those of other modules that
     were built with it are gathered when code touches them, as during building; so name a part of the model where the
     whole would not fit. Edits are kept: in place, through ``.data``, or by assigning new parameters or modules. The
-    first rank's are what counts: code that only one rank runs is fine if it stays within ``module``, all else runs on all
-    ranks. Parameters have the precision here that Init keeps. Works inside of `Init` too.
+    first rank's are what counts: code that only one rank runs is fine if it stays within ``module``, all else runs on
+    all ranks. Parameters have the precision here that Init keeps. Works inside of `Init` too.
 
     Raises:
         ValueError: the module has no part that was built under `Init` and is still to be sharded.

@@ -103,8 +103,8 @@ class Guard:
         if added:
             raise RuntimeError(
                 f"rank {self._rank}: parameter '{added[0]}' was added after the model was sharded, one of "
-                f"{len(added)}, and nobody would reduce its gradient, update or save it. Add adapters, heads and embeddings before "
-                "drivetrain shards the model, or remove them."
+                f"{len(added)}, and nobody would reduce its gradient, update or save it. Add adapters, heads and "
+                "embeddings before drivetrain shards the model, or remove them."
             )
         self._shape = _Shape(self._root)
 
