@@ -126,8 +126,10 @@ def a_model_without_parameters(folder: Path) -> None:
 
 @mistake(
     ValueError,
-    "6 parameters are on the meta device and have no data, the first is 'blocks.0.inner.weight'; give them values "
-    "(module.to_empty and an initialisation, or load weights) before sharding",
+    "6 parameters and buffers are on the meta device and have no data: 'blocks.0.inner.weight', 'blocks.0.inner.bias', "
+    "'blocks.1.inner.weight', 'blocks.1.inner.bias', 'head.weight', 'head.bias'. Pass values= (a source to read them "
+    "from) or initialize= (a function that is called with each module that has some), or give them values before "
+    "sharding",
 )
 def a_model_on_the_meta_device(folder: Path) -> None:
     with torch.device("meta"):

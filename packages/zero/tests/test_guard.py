@@ -71,6 +71,53 @@ def test_values_may_change_in_place_and_a_change_of_memory_is_found() -> None:
         module(torch.ones(1, 6))
 
 
+class Adapter(nn.Module):
+    """A low-rank bypass around a layer, as fine-tuning adds it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down = nn.Linear(layer.in_features, 1, bias=False)
+        self.up = nn.Linear(1, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def test_parameters_that_come_late_are_refused_and_modules_without_any_are_not() -> None:
+    module = model()
+    guard = sharded(module).guard
+    x = torch.ones(1, 6)
+    expected = module(x)
+    module[0] = nn.Sequential(module[0], nn.Identity())  # wraps what is known
+    module.add_module("dropout", nn.Dropout(0.0))
+    assert torch.equal(module(x), expected)
+    module[2] = Adapter(module[2])
+    with pytest.raises(RuntimeError, match=r"rank 0: parameter '2\.down\.weight' was added .*, one of 2, and nobody"):
+        module(x)
+    module[2] = module[2].layer
+    assert torch.equal(module(x), expected)
+    module.extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"parameter 'extra' was added after"):
+        module(x)
+    del module.extra
+    module(x)
+    assert Guard.of(module) is guard
+    # Adapters that are there before are like any other parameters.
+    module = model()
+    module[2] = Adapter(module[2])
+    whole = sharded(module)
+    assert {"2.up.weight", "2.down.weight", "2.layer.bias"} <= {name for name, _ in whole.full_parameters()}
+
+
+def test_a_bias_where_there_was_none_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(6, 6, bias=False))
+    sharded(module)
+    module[0].bias = nn.Parameter(torch.zeros(6))
+    with pytest.raises(RuntimeError, match=r"parameter '0\.bias' was added after"):
+        module(torch.ones(1, 6))
+
+
 def doors_at_stage_3(rank: int, world_size: int) -> list[str]:
     module = model()
     whole = sharded(module, stage=3)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CheckpointNotFoundError,
         ExportOptions,
         LoadReport,
+        SafetensorsSource,
         SaveOptions,
     )
     from drivetrain.engine.config import Config, ConfigError
@@ -34,6 +35,7 @@ _HOMES = MappingProxyType(
         "LoadParts": "snapshot",
         "LoadReport": "checkpoint",
         "MODULE_ONLY": "snapshot",
+        "SafetensorsSource": "checkpoint",
         "SaveOptions": "checkpoint",
         "StepRecord": "record",
         "initialize": "engine",
@@ -50,6 +52,7 @@ __all__ = [
     "ExportOptions",
     "LoadParts",
     "LoadReport",
+    "SafetensorsSource",
     "SaveOptions",
     "StepRecord",
     "initialize",

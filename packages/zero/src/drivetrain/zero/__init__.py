@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drivetrain.zero.access import ParameterAccess, Quantity
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
+from drivetrain.zero.build import Init, whole
 from drivetrain.zero.codec import INT4_GRADIENTS, INT8_WEIGHTS
 from drivetrain.zero.gathering import gathered
 from drivetrain.zero.leaf import LeafRule
@@ -11,12 +12,14 @@ from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, 
 from drivetrain.zero.policy import ErrorFeedback, Policy
 from drivetrain.zero.precision import LossScalePolicy, LossScaler
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.values import TensorSource
 
 __all__ = [
     "INT4_GRADIENTS",
     "INT8_WEIGHTS",
     "ErrorFeedback",
     "FlatSlice",
+    "Init",
     "LeafRule",
     "LossScalePolicy",
     "LossScaler",
@@ -28,6 +31,8 @@ __all__ = [
     "ShardedModule",
     "ShardedOptimizer",
     "StepResult",
+    "TensorSource",
     "gathered",
     "shard",
+    "whole",
 ]

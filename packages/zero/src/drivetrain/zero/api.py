@@ -25,6 +25,7 @@ from torch import nn
 
 from drivetrain.comm import Axis, Mesh, all_gather, all_gather_object, broadcast
 from drivetrain.zero.bucket import Bucket
+from drivetrain.zero.build import Init
 from drivetrain.zero.exchange import GradientExchange
 from drivetrain.zero.fetch import ParameterExchange
 from drivetrain.zero.grouping import Group, NamedParameter, group_parameters, named_parameters, split_by_kind
@@ -35,8 +36,10 @@ from drivetrain.zero.policy import Policy
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
+from drivetrain.zero.split import is_placeholder
 from drivetrain.zero.state import FlatSlice
 from drivetrain.zero.unit import Unit
+from drivetrain.zero.values import Initialize, ParameterValues, TensorSource, find_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +184,14 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
+def shard(
+    module: nn.Module,
+    mesh: Mesh,
+    policy: Policy,
+    *,
+    values: TensorSource | None = None,
+    initialize: Initialize | None = None,
+) -> ShardedModule:
     """Split ``module`` over the mesh's shard axis as ``policy`` says. Collective: every rank calls it.
 
     Along the mesh's data axis the shards are held several times: gathers stay within the shard axis, and gradients are
@@ -191,16 +201,37 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
     remain valid; parameters and buffers move to the mesh's device. Master weights start from the values as given,
     before they are cast to ``policy.param_dtype``.
 
+    A model that no rank has room for is built under `Init`, or on the meta device (``with torch.device("meta")``) and
+    given its values here: from then on each rank has its shards and, for a moment, one parameter or one module whole.
+
+    Args:
+        module: the module. It may have been built under `Init`, on the meta device, or plainly; also in parts.
+        mesh: the ranks.
+        policy: how to shard and train.
+        values: a source (a checkpoint, say) from which parameters and persistent buffers are read by name, each rank
+            its own slices. It has all of them and no others, under one of the names where they are tied.
+        initialize: if given, ``values`` may lack some. It is called, children first, with each module that owns
+            parameters or buffers which are on the meta device and not in ``values``, when these have got memory, and
+            fills them, as the ``reset_parameters`` of torch's layers do, or the ``_init_weights`` of a model of
+            transformers. The first rank's numbers are what counts.
+
     Raises:
         TypeError: ``module`` is no module.
-        ValueError: a parameter has no data (meta device), no parameter is there at all, the module is sharded, or
-            wrapped for another way of parallel training, already, or is not the same on all ranks.
+        ValueError: something is on the meta device and gets no value, ``values`` has other names or shapes, no
+            parameter is there at all, the module is sharded, or wrapped for another way of parallel training, already,
+            was built under `Init` for another mesh or policy, or is not the same on all ranks.
+        RuntimeError: called inside of `Init`.
     """
     _check(module, mesh)
+    builders = _builders(module, mesh, policy)
     if policy.releases_parameters:
         _check_leaves(module, policy)
     ranks = Ranks.of(mesh, policy)
     _check_same(module, ranks.everyone)
+    origins = find_values(module, ranks, values, initialize)
+    for builder in builders:
+        origins.add(builder.take(module))
+    _check_memory(module, origins)
     _prepare_buffers(module, ranks.everyone)
     # With one rank there is nothing to gather from: stage 3 would only copy.
     releases = policy.releases_parameters and ranks.shard.size > 1
@@ -212,7 +243,7 @@ def shard(module: nn.Module, mesh: Mesh, policy: Policy) -> ShardedModule:
         leaf=policy.leaf,
     )
     parameters = ParameterExchange(policy, ranks)
-    units = tuple(_make_unit(index, group, policy, ranks, parameters) for index, group in enumerate(groups))
+    units = tuple(_make_unit(index, group, policy, ranks, parameters, origins) for index, group in enumerate(groups))
     buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
     residency = Residency(units, policy)
     reducer = GradientReducer(buckets, GradientExchange(policy, ranks), ranks, overlap=policy.overlap)
@@ -234,12 +265,6 @@ def _check(module: nn.Module, mesh: Mesh) -> None:
     parameters = named_parameters(module)
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no parameters to shard")
-    meta = [p.name for p in parameters if p.parameter.is_meta]
-    if meta:
-        raise ValueError(
-            f"{len(meta)} parameters are on the meta device and have no data, the first is '{meta[0]}'; "
-            "give them values (module.to_empty and an initialisation, or load weights) before sharding"
-        )
     odd = [p for p in parameters if type(p.parameter.data) is not torch.Tensor or p.parameter.is_sparse]
     if odd:
         kind = type(odd[0].parameter.data).__name__
@@ -250,6 +275,25 @@ def _check(module: nn.Module, mesh: Mesh) -> None:
     others = {name: size for name, size in mesh.sizes.items() if name not in ("data", "shard") and size > 1}
     if others:
         raise ValueError(f"this version trains over the axes 'data' and 'shard'; the mesh also has {others}")
+
+
+def _builders(module: nn.Module, mesh: Mesh, policy: Policy) -> list[Init]:
+    """The contexts that ``module`` was built in, if they fit."""
+    if Init.active() is not None:
+        raise RuntimeError(f"rank {mesh.world.rank}: shard() inside of Init; leave the context first")
+    builders = Init.of(module)
+    for builder in builders:
+        builder.require(mesh, policy)
+    return builders
+
+
+def _check_memory(module: nn.Module, origins: ParameterValues) -> None:
+    for named in named_parameters(module):
+        if not origins.has([named]) and is_placeholder(named.parameter):
+            raise ValueError(
+                f"parameter '{named.name}' was split under Init, and no module is left that it was built in; build the "
+                "modules that use it in the same context"
+            )
 
 
 def _check_leaves(module: nn.Module, policy: Policy) -> None:
@@ -294,16 +338,23 @@ def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
             owner._buffers[name] = moved
 
 
-def _make_unit(index: int, group: Group, policy: Policy, ranks: Ranks, parameters: ParameterExchange) -> Unit:
+def _make_unit(
+    index: int, group: Group, policy: Policy, ranks: Ranks, parameters: ParameterExchange, origins: ParameterValues
+) -> Unit:
     buckets = []
     for (dtype, _), members in split_by_kind(group.parameters).items():
         for run in fill_buckets([p.parameter.numel() for p in members], policy.bucket_numel):
-            buckets.append(_make_bucket([members[i] for i in run], dtype, group, policy, ranks))
+            buckets.append(_make_bucket([members[i] for i in run], dtype, group, policy, ranks, origins))
     return Unit(index, group.name, group.modules, buckets, parameters)
 
 
 def _make_bucket(
-    parameters: list[NamedParameter], dtype: torch.dtype, group: Group, policy: Policy, ranks: Ranks
+    parameters: list[NamedParameter],
+    dtype: torch.dtype,
+    group: Group,
+    policy: Policy,
+    ranks: Ranks,
+    origins: ParameterValues,
 ) -> Bucket:
     return Bucket(
         parameters,
@@ -311,4 +362,5 @@ def _make_bucket(
         resident=group.resident,
         splits_optimizer=policy.splits_optimizer,
         ranks=ranks,
+        values=origins if origins.has(parameters) else None,
     )

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from drivetrain.comm import Axis, broadcast
+from drivetrain.comm import Axis, all_gather, broadcast
 from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import BucketLayout, Piece
 from drivetrain.zero.policy import HALF_TYPES
@@ -45,12 +47,26 @@ class Slot:
         return self.names[0]
 
 
+class Values(Protocol):
+    """Where the values of parameters come from that are not simply there, whole, on the first rank."""
+
+    def dtype(self, named: NamedParameter) -> torch.dtype:
+        """What they come in."""
+
+    def read(self, named: NamedParameter, start: int, stop: int) -> torch.Tensor:
+        """Elements of the flattened parameter, 1-D. Collective: each rank reads its own part of the same parameter.
+
+        Once per parameter.
+        """
+
+
 class Bucket:
     """Storage of parameters that are gathered, reduced and updated together.
 
     Args:
         parameters: the parameters, all of one dtype and all trained or all frozen. The first rank's values become the
             values on every rank.
+        values: where their values come from instead; then no rank needs to have the whole bucket.
         dtype: what they compute in.
         resident: the full buffer is never released.
         splits_optimizer: the optimizer's region is this rank's shard instead of the whole bucket.
@@ -73,6 +89,7 @@ class Bucket:
         resident: bool,
         splits_optimizer: bool,
         ranks: Ranks,
+        values: Values | None = None,
     ) -> None:
         axis = ranks.shard
         self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size)
@@ -87,26 +104,54 @@ class Bucket:
         self.reduced = None
         self.averaged = False
         self.secondary = None
-        self._place(parameters, ranks.everyone)
+        self._place(parameters, ranks.everyone, values)
         self.slots = self._make_slots(parameters)
         self.used = [False] * len(self.slots)
         self.attach()
         if not resident:
             self.release()
 
-    def _place(self, parameters: Sequence[NamedParameter], everyone: Axis) -> None:
-        """Lay out the first rank's values, in the precision they came in, and keep what this rank needs of them."""
+    def _place(self, parameters: Sequence[NamedParameter], everyone: Axis, values: Values | None) -> None:
+        """Lay out the values, in the precision they came in, and keep what this rank needs of them."""
+        if values is not None and not self.resident:
+            region = self._read(parameters, values)
+            self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.axis.device)
+            self.shard = region.to(self.dtype)
+        else:
+            flat = self._broadcast(parameters, everyone) if values is None else self._collect(parameters, values)
+            region = flat[self.region]
+            self.full = flat.to(self.dtype)
+            self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
+        if self.trainable and self.dtype in HALF_TYPES:
+            self.master = region.to(torch.float32, copy=True)
+        else:
+            self.master = self.shard if self.split else self.full
+
+    def _broadcast(self, parameters: Sequence[NamedParameter], everyone: Axis) -> torch.Tensor:
+        """The first rank's values, [padded_numel]."""
         stored = parameters[0].parameter.dtype
         flat = torch.zeros(self.layout.padded_numel, dtype=stored, device=self.axis.device)
         for start, named in zip(self.layout.starts, parameters, strict=True):
             flat[start : start + named.parameter.numel()].copy_(named.parameter.detach().reshape(-1))
         broadcast(flat, everyone).wait()
-        self.full = flat if stored == self.dtype else flat.to(self.dtype)
-        self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
-        if self.trainable and self.dtype in HALF_TYPES:
-            self.master = flat[self.region].to(torch.float32, copy=True)
-        else:
-            self.master = self.shard if self.split else self.full
+        return flat
+
+    def _read(self, parameters: Sequence[NamedParameter], values: Values) -> torch.Tensor:
+        """This rank's values, [shard_numel]."""
+        stored = reduce(torch.promote_types, (values.dtype(named) for named in parameters))
+        own = torch.zeros(self.layout.shard_numel, dtype=stored, device=self.axis.device)
+        for index, named in enumerate(parameters):
+            piece = self.layout.piece(index, self.axis.rank)
+            part = values.read(named, piece.start, piece.start + piece.numel)
+            own[piece.shard_offset : piece.shard_offset + piece.numel].copy_(part)
+        return own
+
+    def _collect(self, parameters: Sequence[NamedParameter], values: Values) -> torch.Tensor:
+        """All values, [padded_numel], of which each rank reads its own."""
+        own = self._read(parameters, values)
+        flat = torch.empty(self.layout.padded_numel, dtype=own.dtype, device=self.axis.device)
+        all_gather(flat, own, self.axis).wait()
+        return flat
 
     def _make_slots(self, parameters: Sequence[NamedParameter]) -> list[Slot]:
         nothing = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype)

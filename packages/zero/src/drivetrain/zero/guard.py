@@ -2,9 +2,9 @@
 
 The problem: a module has doors that know nothing of sharding. `state_dict` hands out placeholders, `load_state_dict`
 writes into them, or into low-precision copies that the next step overwrites; ``module.half()`` and assignments to
-``.data`` put tensors in the parameters' place that nobody updates; a pickle or a copy of the module takes buckets and
-process groups along. Each of these goes wrong without a word, and is found days later. The idea: torch has a hook at
-each of these doors, and looking costs next to nothing.
+``.data`` put tensors in the parameters' place that nobody updates, and adapters add some; a pickle or a copy of the
+module takes buckets and process groups along. Each of these goes wrong without a word, and is found days later. The
+idea: torch has a hook at each of these doors, and looking costs next to nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,28 @@ _Place = tuple[dict[str, nn.Parameter | None], str, Slot, int]
 """A place of a parameter in the tree: the owner's table, the name in it, the slot, where its memory begins at rest."""
 
 
+class _Shape:
+    """What a module tree is made of at one moment. Made to be compared before every forward pass."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = list(root.modules())  # held, so that no new module gets the id of one that is gone
+        self._known = {id(module) for module in self._modules}
+        self._tables = [(m._parameters, len(m._parameters), m._modules, len(m._modules)) for m in self._modules]
+        self._children = [m._modules for m in self._modules if m._modules]
+        self._without = [(m._parameters, name) for m in self._modules for name, p in m._parameters.items() if p is None]
+
+    def changed(self) -> bool:
+        """Whether modules or parameters came, went or were replaced; a parameter in another's place is not seen."""
+        for parameters, count, children, child_count in self._tables:
+            if len(parameters) != count or len(children) != child_count:
+                return True
+        for children in self._children:
+            for child in children.values():
+                if child is not None and id(child) not in self._known:
+                    return True
+        return any(parameters.get(name) is not None for parameters, name in self._without)
+
+
 class Guard:
     """Stands at the doors of a module tree, from when it is sharded.
 
@@ -32,10 +54,12 @@ class Guard:
     """
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], rank: int) -> None:
+        self._root = root
         self._units = tuple(units)
         self._rank = rank
         self._slots: dict[int, Slot] = {id(slot.parameter): slot for unit in units for slot in _slots(unit)}
         self._places = list(self._find_places(root))
+        self._shape = _Shape(root)
         root.register_forward_pre_hook(self._before_forward, prepend=True)
         for module in root.modules():
             module.register_state_dict_pre_hook(self._before_state_dict)
@@ -70,6 +94,19 @@ class Guard:
                 self._refuse_change(slot, "was replaced by another object", found)
             elif found.data_ptr() != usual and found.data_ptr() != slot.whole.data_ptr():
                 self._refuse_change(slot, "was given other memory", found)
+        if self._shape.changed():
+            self._refuse_added()
+
+    def _refuse_added(self) -> None:
+        """Modules may be added and wrapped, parameters may not."""
+        added = [name for name, p in self._root.named_parameters() if id(p) not in self._slots]
+        if added:
+            raise RuntimeError(
+                f"rank {self._rank}: parameter '{added[0]}' was added after the model was sharded, one of "
+                f"{len(added)}, and nobody would reduce its gradient, update or save it. Add adapters, heads and "
+                "embeddings before drivetrain shards the model, or remove them."
+            )
+        self._shape = _Shape(self._root)
 
     def _refuse_change(self, slot: Slot, what: str, found: torch.Tensor | None) -> NoReturn:
         now = "now None" if found is None else f"now {found.dtype} of shape {tuple(found.shape)}"

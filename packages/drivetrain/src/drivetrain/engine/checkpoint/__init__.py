@@ -4,6 +4,7 @@
     load(directory, tensors=..., axis=...)           all ranks read their slices       load.py
     export_checkpoint(directory, out)                whole weights for other libraries export.py
     list_checkpoints, verify_checkpoint, open_checkpoint                               stored.py
+    SafetensorsSource(path)                          slices of any safetensors files   source.py
 
 On disk: directory.py (names, `latest`, crash safety), manifest.py (what is in a checkpoint), storage.py and
 tensorfile.py (elements), files.py (checksums).
@@ -20,6 +21,7 @@ from .manifest import Chunk, Manifest, TensorRecord
 from .random_state import RandomState
 from .report import LoadReport, Reshaped
 from .save import SaveOptions, TagValidation, save
+from .source import SafetensorsSource
 from .stored import CheckpointSummary, StoredCheckpoint, list_checkpoints, open_checkpoint, verify_checkpoint
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "Manifest",
     "RandomState",
     "Reshaped",
+    "SafetensorsSource",
     "SaveOptions",
     "StoredCheckpoint",
     "TagValidation",
