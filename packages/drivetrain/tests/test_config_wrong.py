@@ -417,13 +417,6 @@ CASES = [
         'use "AdamW"',
     ),
     Case(
-        "Muon",
-        {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}},
-        'optimizer.type = "Muon"',
-        "this version of Drivetrain does not support Muon yet",
-        'use "AdamW"',
-    ),
-    Case(
         "unknown schedule",
         {"scheduler": {"type": "WarmupCosinLR", "params": {"total_num_steps": 10}}},
         'scheduler.type = "WarmupCosinLR"',

@@ -291,3 +291,37 @@ def test_transformers_loads_an_export_and_computes_the_same(stage: int, tmp_path
     tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         assert torch.equal(model(input_ids=tokens).logits.float(), expected)
+
+
+def _muon(rank: int, ranks: int) -> None:
+    """`Muon` in a file: matrices are orthogonalised, tables and vectors take AdamW's step, at every stage."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.embed_tokens = nn.Embedding(7, 12)
+            self.inner = nn.Linear(12, 12)
+            self.lm_head = nn.Linear(12, 7, bias=False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.lm_head(torch.tanh(self.inner(self.embed_tokens(tokens)))).logsumexp(-1).mean()
+
+    params = {"lr": 0.01, "muon_lr": 0.05, "weight_decay": 0.0, "ns_method": "standard"}
+    tokens = torch.arange(6).view(2, 3) + rank % 2
+    for stage in (0, 1, 2, 3):
+        section = {"optimizer": {"type": "Muon", "params": params}, "scheduler": None, "gradient_clipping": 0.0}
+        engine = initialize(Model(), config(stage, gradient_accumulation_steps=1, **section))
+        before = {name: p.clone() for name, p in engine.sharded.full_parameters()}
+        engine.backward(engine(tokens))
+        engine.step()
+        moved = {name: p - before[name] for name, p in engine.sharded.full_parameters()}
+        singular = torch.linalg.svdvals(moved["inner.weight"] / 0.05)
+        assert singular.max() < 1.3, (stage, singular)
+        assert singular.median() > 0.6, (stage, singular)
+        for name in ("inner.bias", "lm_head.weight"):  # Adam's first step moves by the learning rate
+            assert moved[name].abs().max() == pytest.approx(0.01, rel=1e-3), (stage, name)
+
+
+def test_muon_in_a_file() -> None:
+    run_ranks(_muon, 2)

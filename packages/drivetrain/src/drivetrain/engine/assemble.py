@@ -211,7 +211,7 @@ def _optimization(
                 "torch.optim.Optimizer"
             )
     elif config.optimizer is not None:
-        optimizer = build_optimizer(config.optimizer, trained)
+        optimizer = build_optimizer(config.optimizer, trained, sharded.module)
     else:
         if given.lr_scheduler is not None or config.scheduler is not None:
             raise ValueError(

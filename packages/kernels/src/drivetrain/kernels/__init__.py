@@ -39,7 +39,7 @@ from .fused_optim import FusedAdagrad, FusedAdam, FusedSgd
 from .gating import top_k_gating
 from .grouped_matmul import grouped_matmul
 from .host_memory import BufferPool, aligned_empty
-from .muon import Muon, orthogonalize
+from .muon import MatrixExchange, Muon, orthogonalize
 from .norm import layer_norm, rms_norm
 from .optim import Lamb, Lion
 from .paged_attention import paged_decode, ragged_attention, write_cache
@@ -102,6 +102,7 @@ __all__ = [
     "Lion",
     "LionRule",
     "LocalSlidingWindowLayout",
+    "MatrixExchange",
     "Muon",
     "MuonRule",
     "PackedSigns",

@@ -5,14 +5,16 @@ Idea (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 
 the momentum by ones, approximately, with a handful of products of matrices. Matrices of the same shape go through the
 iteration together, as one batch. Parameters that are no matrices, and embeddings and output layers, which are tables
 rather than maps, belong in groups with `use_muon=False`, which take AdamW's step in the same call.
-Invariants: a step needs whole matrices, never slices of them; momentum is float32 at least; state and parameter groups
-can be exchanged with those of `torch.optim.Muon`.
+Invariants: a step needs whole matrices, and slices of them only where somebody brings the slices together (see
+`MatrixExchange`); momentum is float32 at least; state and parameter groups can be exchanged with those of
+`torch.optim.Muon`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from .fused_optim import adam_state, step_adam
 from .optim import Batch, Copies, Params, PreciseStateOptimizer, evaluate
 from .rules import AdamRule, Coefficients, MuonRule, MuonScale, NewtonSchulzForm
 
-__all__ = ["Muon", "orthogonalize"]
+__all__ = ["MatrixExchange", "Muon", "orthogonalize"]
 
 _COEFFICIENTS: Final = MuonRule().coefficients
 _BATCH_ELEMENTS: Final = 1 << 26
@@ -66,6 +68,26 @@ def _orthogonalize(matrix: Tensor, rule: MuonRule, dtype: torch.dtype) -> Tensor
     return found
 
 
+class MatrixExchange(Protocol):
+    """Brings slices of matrices together, for an optimizer that is given 1-D slices of sharded parameters."""
+
+    def shape(self, param: Tensor) -> torch.Size:
+        """The shape of the whole parameter that `param` is a slice of."""
+        ...
+
+    def map_whole(
+        self,
+        params: Sequence[Tensor],
+        values: Sequence[Tensor],
+        function: Callable[[list[Tensor]], list[Tensor]],
+    ) -> list[Tensor]:
+        """Slices of `function(wholes)`, where `values` are slices of the wholes, as `params` are of the parameters.
+
+        `function` runs once for every whole in all, on one rank each, and keeps shapes. Collective.
+        """
+        ...
+
+
 class Muon(PreciseStateOptimizer):
     """Muon for matrices, and AdamW for the groups that say `use_muon=False`. Groups of matrices are exchangeable with
     `torch.optim.Muon`.
@@ -76,9 +98,9 @@ class Muon(PreciseStateOptimizer):
     which needs the longer mantissa more than the range; float64 for float64 parameters.
 
     Args:
-        params: parameters or groups. Muon's have two dimensions or more, and are whole: slices of sharded parameters
-            are refused. Dimensions after the first are flattened (convolutions); with `stacked=True` in a group, they
-            are stacks of matrices in their last two (experts).
+        params: parameters or groups. Muon's have two dimensions or more: slices of sharded parameters need somebody who
+            sets `matrix_exchange` (drivetrain.zero does). Dimensions after the first are flattened (convolutions); with
+            `stacked=True` in a group, they are stacks of matrices in their last two (experts).
         lr, weight_decay, momentum, nesterov: as in the formula.
         ns_coefficients, eps, ns_steps, ns_form: of the iteration, see `orthogonalize`.
         adjust_lr_fn: `scale` of the formula: "original" (or None) or "match_rms_adamw", see `MuonRule`.
@@ -117,6 +139,7 @@ class Muon(PreciseStateOptimizer):
             "betas": (0.9, 0.999),
             "adam_eps": 1e-8,
         }
+        self.matrix_exchange: MatrixExchange | None = None
         self.rule_of(defaults)
         super().__init__(params, defaults, state_dtype=state_dtype)
 
@@ -173,31 +196,46 @@ class Muon(PreciseStateOptimizer):
             if isinstance(batch.rule, AdamRule):
                 step_adam(batch, factor=factor, copies=copies)
             else:
-                _step_matrices(batch, factor, copies)
+                _step_matrices(batch, factor, copies, self.matrix_exchange)
         return loss
 
 
-def _step_matrices(batch: Batch[MuonRule], factor: float, copies: Copies | None) -> None:
+def _step_matrices(
+    batch: Batch[MuonRule], factor: float, copies: Copies | None, exchange: MatrixExchange | None
+) -> None:
     rule, momenta = batch.rule, batch.states["momentum_buffer"]
     grads = [grad.to(momentum.dtype) for grad, momentum in zip(batch.grads, momenta, strict=True)]
     if factor != 1.0:
         grads = list(torch._foreach_mul(grads, factor))
     torch._foreach_lerp_(momenta, grads, 1.0 - rule.momentum)
     updates = list(torch._foreach_lerp(grads, momenta, rule.momentum)) if rule.nesterov else momenta
-    matrices = [_matrices(update, rule) for update in updates]
+    dtype = _product_dtype(batch.params[0], rule)
+    if exchange is None:
+        shapes, found = [param.shape for param in batch.params], _orthogonalize_all(updates, rule, dtype)
+    else:
+        shapes = [exchange.shape(param) for param in batch.params]
+        found = exchange.map_whole(batch.params, updates, lambda wholes: _orthogonalize_all(wholes, rule, dtype))
+    for param, shape, update in zip(batch.params, shapes, found, strict=True):
+        rows, columns = _stack_shape(shape, rule)[1:]
+        _apply(param, update, rule, rule.scaled_lr(rows, columns), None if copies is None else copies.get(param))
+
+
+def _orthogonalize_all(updates: list[Tensor], rule: MuonRule, dtype: torch.dtype) -> list[Tensor]:
+    """Each of `updates`, orthogonalised, in its shape; those of one shape go through the iteration together."""
+    found = [torch.empty_like(update, dtype=dtype) for update in updates]
+    matrices = [update.reshape(_stack_shape(update.shape, rule)) for update in updates]
     for places in _batches(matrices):
-        rows, columns = matrices[places[0]].shape[1:]
-        dtype = _product_dtype(batch.params[places[0]], rule)
-        found = _orthogonalize(torch.cat([matrices[place] for place in places]), rule, dtype)
-        parts = found.split([matrices[place].shape[0] for place in places])
-        for place, part in zip(places, parts, strict=True):
-            param = batch.params[place]
-            _apply(param, part, rule, rule.scaled_lr(rows, columns), None if copies is None else copies.get(param))
+        whole = _orthogonalize(torch.cat([matrices[place] for place in places]), rule, dtype)
+        for place, part in zip(places, whole.split([matrices[place].shape[0] for place in places]), strict=True):
+            found[place].copy_(part.view(updates[place].shape))
+    return found
 
 
-def _matrices(update: Tensor, rule: MuonRule) -> Tensor:
-    """`update` as a stack of matrices, [k, m, n]."""
-    return update.flatten(end_dim=-3) if rule.stacked and update.dim() > 2 else update.flatten(start_dim=1)[None]
+def _stack_shape(shape: torch.Size, rule: MuonRule) -> tuple[int, int, int]:
+    """`shape` seen as a stack of matrices, [k, m, n]."""
+    if rule.stacked and len(shape) > 2:
+        return math.prod(shape[:-2]), shape[-2], shape[-1]
+    return 1, shape[0], math.prod(shape[1:])
 
 
 def _product_dtype(param: Tensor, rule: MuonRule) -> torch.dtype:

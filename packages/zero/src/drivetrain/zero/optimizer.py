@@ -11,7 +11,8 @@ let the gradients go, so that fp32 gradients of one bucket exist at a time and t
 Only an optimizer whose update of an element depends on nothing but that element's history may be fed slices. Which
 ones those are is a table here; an optimizer of one's own says it with a class attribute ``elementwise = True``. One
 that needs norms of whole parameters says ``needs_whole_norms = True`` and offers ``reduce_norms`` (see
-``drivetrain.kernels.Lamb``).
+``drivetrain.kernels.Lamb``). One that needs whole matrices offers ``matrix_exchange`` (see
+``drivetrain.kernels.Muon``), and is given the means to bring the slices of a matrix together on one rank.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
 from drivetrain.zero.clip import clip_coefficient, own_square_sum
 from drivetrain.zero.layout import Piece
+from drivetrain.zero.matrices import Matrix, SlicedMatrices
 from drivetrain.zero.precision import LossScaler
 from drivetrain.zero.state import FlatSlice
 
@@ -138,6 +140,7 @@ class ShardedOptimizer:
         self._patience = patience
         self._skipped_in_a_row = 0
         self._whole_norms = bool(getattr(optimizer, "needs_whole_norms", False))
+        self._whole_matrices = hasattr(optimizer, "matrix_exchange")
         self._elementwise = isinstance(optimizer, ELEMENTWISE) or bool(getattr(optimizer, "elementwise", False))
         self._scalars: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         self._check()
@@ -155,7 +158,8 @@ class ShardedOptimizer:
             )
         if isinstance(self.optimizer, torch.optim.SparseAdam):
             raise ValueError(f"{name} takes sparse gradients, and gradients are reduced as dense ones; use AdamW")
-        if self.sharded.policy.splits_optimizer and not (self._elementwise or self._whole_norms):
+        slices = self._elementwise or self._whole_norms or self._whole_matrices
+        if self.sharded.policy.splits_optimizer and not slices:
             raise ValueError(
                 f"{name} is not known to update each element on its own, and ZeRO stage {self.sharded.policy.stage} "
                 "gives an optimizer slices of parameters. Use stage 0, or set `elementwise = True` on its class if an "
@@ -180,6 +184,7 @@ class ShardedOptimizer:
         self.optimizer.state.clear()
         self._tensors: dict[int, torch.Tensor] = {}
         self.names: list[list[str]] = [[] for _ in range(count)]
+        matrices: dict[int, Matrix] = {}
         sub_groups = []
         for bucket in self.sharded.trainable_buckets:
             parts: list[list[_Part]] = [[] for _ in range(count)]
@@ -188,18 +193,21 @@ class ShardedOptimizer:
                     continue
                 index = group_of[id(slot.parameter)]
                 self.names[index].append(slot.name)
-                if piece.numel or self._whole_norms:
+                if piece.numel or self._whole_norms or self._whole_matrices:
                     tensor = bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
                     shaped = tensor if bucket.split else tensor.view(slot.shape)
                     if slot.parameter in held:
                         self.optimizer.state[shaped] = _cut_state(held[slot.parameter], slot, piece, shaped)
                     parts[index].append(_Part(slot, slot_index, piece, shaped))
                     self._tensors[id(slot.parameter)] = shaped
+                    matrices[id(shaped)] = Matrix(bucket, slot_index)
             sub_groups.append(_SubGroup(bucket, tuple(map(tuple, parts))))
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] = [part.tensor for sub in sub_groups for part in sub.parts[index]]
         if self._whole_norms and self.sharded.policy.splits_optimizer:
             self.optimizer.reduce_norms = self._sum_over_ranks  # type: ignore[attr-defined]
+        if self._whole_matrices and self.sharded.policy.splits_optimizer:
+            self.optimizer.matrix_exchange = SlicedMatrices(matrices, self.sharded.axis)  # type: ignore[attr-defined]
         return sub_groups
 
     def _sum_over_ranks(self, values: torch.Tensor) -> None:
@@ -316,7 +324,8 @@ class ShardedOptimizer:
     def _update(self, factor: float) -> None:
         arriving: list[Waitable] = []
         written: list[dict[str, Any]] = []
-        batches = [[sub] for sub in self._sub_groups] if self._elementwise else [self._sub_groups]
+        by_bucket = self._elementwise or self._whole_matrices  # a parameter never lies in two buckets
+        batches = [[sub] for sub in self._sub_groups] if by_bucket else [self._sub_groups]
         for batch in batches:
             for sub in batch:
                 self._give_gradients(sub, factor)

@@ -161,7 +161,11 @@ class ZeroOneAdamParams(_OneBit):
 
 
 class MuonParams(LearningRate):
-    """Muon for matrices with Adam for the rest (Jordan et al., 2024)."""
+    """Muon for matrices with AdamW for the rest (Jordan et al., 2024).
+
+    Matrices are the trained parameters of two dimensions or more that are no tables: no weights of an embedding, and
+    none with `embed` or `lm_head` in the name. A parameter group may say otherwise with `use_muon`.
+    """
 
     momentum: Annotated[Momentum, Key("Decay rate of the momentum of matrices.")] = 0.95
     muon_lr: Annotated[NonNegative | None, Key("Learning rate of matrices; null is `lr`.")] = None
@@ -203,13 +207,13 @@ NATIVE_OPTIMIZERS: Mapping[str, NativeOptimizer] = MappingProxyType(
             NativeOptimizer(name="Adagrad", params=AdagradParams),
             NativeOptimizer(name="Lamb", params=LambParams),
             NativeOptimizer(name="Lion", params=LionParams),
+            NativeOptimizer(name="Muon", params=MuonParams),
             _planned("OneBitAdam", OneBitAdamParams, "1-bit Adam", 'use "AdamW"'),
             _planned("OneBitLamb", OneBitLambParams, "1-bit LAMB", 'use "Lamb"'),
             _planned("ZeroOneAdam", ZeroOneAdamParams, "0/1 Adam", 'use "AdamW"'),
             _planned("MuAdam", ForeignParams, "MuAdam of the mup package", 'use "AdamW"'),
             _planned("MuAdamW", ForeignParams, "MuAdamW of the mup package", 'use "AdamW"'),
             _planned("MuSGD", ForeignParams, "MuSGD of the mup package", 'use "SGD"'),
-            _planned("Muon", MuonParams, "Muon", 'use "AdamW"'),
         )
     }
 )
