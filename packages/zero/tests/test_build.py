@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.comm import Mesh, init
@@ -85,6 +87,32 @@ class Net(nn.Module):
             module.bias.data.zero_()
 
 
+class Library(nn.Module):
+    """Constructors of torch's own that look at parameters in unusual ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_norm = parametrizations.weight_norm(nn.Linear(5, 6))
+        self.spectral_norm = parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.orthogonal = parametrizations.orthogonal(nn.Linear(4, 4))
+        self.recurrent = nn.LSTM(4, 5, 2)
+        self.turned = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.skipped = nn.utils.skip_init(nn.Linear, 3, 4)
+        for parameter in self.skipped.parameters():
+            nn.init.ones_(parameter)
+        nn.init.orthogonal_(self.recurrent.weight_hh_l0)
+        self.attention = nn.MultiheadAttention(8, 2)
+        flat = nn.utils.parameters_to_vector(self.attention.parameters())
+        nn.utils.vector_to_parameters(flat * 2, self.attention.parameters())
+        self.pickled = pickle.loads(pickle.dumps(self.attention))
+        torch._foreach_mul_([p.data for p in self.skipped.parameters()], 2.0)
+        self.sums = torch.func.vmap(lambda row: row.sum())(self.skipped.weight.detach())
+        self.copied = [p.detach().clone() for p in self.skipped.parameters()]
+        self.lazy = nn.LazyLinear(4)
+        with torch.no_grad():
+            self.out = self.lazy(torch.ones(2, 3))  # a forward pass, to learn the sizes
+
+
 def function() -> nn.Module:
     """Modules that no class builds, in a list that is whole before it gets a parent."""
     layers = [nn.Linear(5, 5) for _ in range(3)]
@@ -93,11 +121,10 @@ def function() -> nn.Module:
 
 def same(sharded: ShardedModule, expected: nn.Module) -> None:
     """All that is kept has the bits of ``expected``, in the precision that it came in."""
-    masters = ParameterAccess(sharded).master
-    names = dict(sharded.module.named_parameters())
-    assert names.keys() == dict(expected.named_parameters()).keys()
-    for name, value in expected.named_parameters():
-        found = masters.full(names[name])
+    names, wanted = dict(sharded.module.named_parameters()), dict(expected.named_parameters())
+    assert names.keys() == wanted.keys()
+    kept = ParameterAccess(sharded).master.full_many([names[name] for name in wanted])
+    for (name, value), found in zip(wanted.items(), kept, strict=True):
         assert found is not None
         assert torch.equal(found, value.detach().to(found.dtype)), name
     for name, buffer in expected.named_buffers():
@@ -111,40 +138,38 @@ def start() -> Mesh:
     return Mesh.create(init())
 
 
-def seeded(build: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
+def seeded(build: Callable[[], nn.Module], seed: int = 3) -> Any:
     torch.manual_seed(seed)
     return build()
 
 
 def _values(rank: int, world_size: int) -> None:
     mesh = start()
-    for build in (Net, function, partial(nn.Linear, 3, 3)):
-        expected, after = seeded(build), torch.rand(1)
-        for stage in range(4):
-            with Init(mesh):
-                model = seeded(build)
-            assert torch.equal(torch.rand(1), after)
-            assert all(bool(p.isnan().all()) for p in model.parameters())
-            tied = [
-                name for name, p in model.named_parameters(remove_duplicate=False) if p is model.get_parameter(name)
-            ]
-            assert tied == [name for name, _ in expected.named_parameters(remove_duplicate=False)]
-            same(shard(model, mesh, Policy(stage=stage, persistence_numel=8, bucket_numel=90)), expected)
-    expected = seeded(Net)
+    expected, after = seeded(Net), torch.rand(1)
+    for stage in range(4):
+        with Init(mesh):
+            model = seeded(Net)
+        assert torch.equal(torch.rand(1), after)
+        assert all(bool(p.isnan().all()) for p in model.parameters())
+        assert torch.equal(model.row, expected.row)
+        assert model.numbers[0] == expected.numbers[0]
+        assert (model.numbers[1] == expected.numbers[1]).all()
+        assert model.head.weight is model.embed.weight
+        assert not model.frozen.weight.requires_grad
+        same(shard(model, mesh, Policy(stage=stage, persistence_numel=8, bucket_numel=90)), expected)
+    expected = seeded(Library)
     with Init(mesh):
-        model = seeded(Net)
-    assert isinstance(model, Net)
-    assert isinstance(expected, Net)
-    assert torch.equal(model.row, expected.row)
-    assert model.numbers[0] == expected.numbers[0]
-    assert (model.numbers[1] == expected.numbers[1]).all()
-    assert model.head.weight is model.embed.weight
-    assert not model.frozen.weight.requires_grad
+        model = seeded(Library)
+    assert torch.equal(model.out, expected.out)
+    assert torch.equal(model.sums, expected.sums)
+    assert all(torch.equal(a, b) for a, b in zip(model.copied, expected.copied, strict=True))
+    same(shard(model, mesh, SPLIT), expected)
     # Where ranks draw different numbers, the first rank's count; also where they are replicas of each other.
     for grid in (mesh, Mesh.create(init(), data=world_size)):
-        with Init(grid):
-            model = seeded(Net, seed=3 + rank)
-        same(shard(model, grid, SPLIT), expected)
+        for build in (function, partial(nn.Linear, 3, 3)):
+            with Init(grid):
+                model = seeded(build, seed=3 + rank)
+            same(shard(model, grid, SPLIT), seeded(build))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -319,6 +344,23 @@ def _contexts(rank: int, world_size: int) -> None:
     expected.scalar.data.fill_(2.0)
     same(shard(second, mesh, SPLIT), expected)
     assert shard(fourth, mesh, SPLIT).bytes().gathered == 0
+    # Looking at what a parameter is, and not at what it holds, gathers nothing.
+    with context:
+        fifth = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        before = mesh.ledger.total_bytes()
+        for parameter in fifth.parameters():
+            parameter.requires_grad_(parameter.dim() > 1 and parameter.numel() == 16)
+            assert (parameter.dtype, parameter.device.type, parameter.is_contiguous()) == (torch.float32, "cpu", True)
+            assert parameter.detach().shape == parameter.data.shape == torch.empty_like(parameter).shape
+            assert fifth.state_dict().keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        assert mesh.ledger.total_bytes() == before
+    # What is sharded already stays so, in a context too.
+    with Init(mesh):
+        first.append(nn.Dropout(0.0))
+        outer = nn.Sequential(first[0], nn.Linear(5, 5))
+    assert outer[1].weight.isnan().all()
+    with torch.no_grad():
+        assert torch.isfinite(first(torch.ones(2, 5))).all()
     # A model of parts built in different ways.
     with Init(mesh):
         one = seeded(partial(nn.Linear, 3, 5))

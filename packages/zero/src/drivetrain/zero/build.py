@@ -107,8 +107,7 @@ class Init:
     @staticmethod
     def of(module: nn.Module) -> list[Init]:
         """The contexts in which parts of ``module`` were built that are not sharded yet."""
-        hooks = (hook for part in module.modules() for hook in part._state_dict_pre_hooks.values())
-        owners = (getattr(hook, "__self__", None) for hook in hooks)
+        owners = (owner for part in module.modules() for owner in _keepers(part))
         return list({id(owner): owner for owner in owners if isinstance(owner, Init)}.values())
 
     @contextmanager
@@ -116,7 +115,7 @@ class Init:
         """Modules built here can be read and changed as if they were whole. Collective, on leaving too."""
         gc.collect()  # what is alive from here on is the same on all ranks
         ranks = Ranks.of(self._mesh, self._policy or Policy())
-        construction = Construction(ranks, self._log, lambda part: Guard.of(part) is not None or bool(Init.of(part)))
+        construction = Construction(ranks, self._log, lambda module: any(_keepers(module)))
         for module in list(self._doors):
             self._close(module)
         for parameter, kept in list(self._pieces.items()):
@@ -214,6 +213,14 @@ class Init:
 
     def _before_load_state_dict(self, module: nn.Module, *args: Any) -> None:
         self._refuse(module, "load_state_dict() would write into placeholders of", "Load inside of the context")
+
+
+def _keepers(module: nn.Module) -> Iterator[Init | Guard]:
+    """Who stands at the doors of this module and keeps its parameters."""
+    for hook in module._state_dict_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Init | Guard):
+            yield owner
 
 
 @contextmanager

@@ -176,7 +176,7 @@ class Construction(TorchFunctionMode):
     Args:
         ranks: over which to split.
         log: modules that are known, to which new ones are added.
-        is_foreign: tells modules whose parameters are somebody else's to keep, or have a part that is.
+        is_foreign: tells modules whose parameters are somebody else's to keep.
     """
 
     def __init__(self, ranks: Ranks, log: ModuleLog, is_foreign: Callable[[nn.Module], bool]) -> None:
@@ -254,20 +254,22 @@ class Construction(TorchFunctionMode):
         return result
 
     def _on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread and not self._is_foreign(module):
             with _unseen():
                 number = self._log.number(module)
                 self._split(memory for memory in self._whole.values() if memory.owner != number)
                 self._follow(parameter, number)
 
     def _on_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if threading.get_ident() == self._thread and child is not None and not self._is_foreign(child):
+        if threading.get_ident() == self._thread and child is not None:
             with _unseen():
-                self._log.number(parent)
+                if not self._is_foreign(parent):
+                    self._log.number(parent)
                 for module in child.modules():
-                    number = self._log.number(module)
-                    for parameter in module._parameters.values():
-                        self._follow(parameter, number)
+                    if not self._is_foreign(module):
+                        number = self._log.number(module)
+                        for parameter in module._parameters.values():
+                            self._follow(parameter, number)
                 self._split(self._whole.values())
 
     # what is done -----------------------------------------------------------------------------------------------------
@@ -284,11 +286,13 @@ class Construction(TorchFunctionMode):
         self._memories[storage._cdata] = self._whole[storage._cdata] = memory
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory | None:
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
         try:
             return self._memories.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # tensors of functorch and the like, which have no storage
+        except (NotImplementedError, RuntimeError):  # tensors of other libraries, which have no storage
             return None
 
     def _touch(self, tensors: Iterable[torch.Tensor]) -> list[Memory]:
