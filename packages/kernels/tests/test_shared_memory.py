@@ -145,7 +145,7 @@ def nobody(mine: bytes) -> list[bytes]:
         ({"rank": 2, "size": 2}, "expected a rank below size, which is at least 2; found 2, 2"),
         ({"rank": 0, "size": 1}, "expected a rank below size, which is at least 2; found 0, 1"),
         ({"rank": 0, "size": 2, "slots": 1}, "at least 2 slots"),
-        ({"rank": 0, "size": 2, "slot_bytes": 100}, "found 4 of 100 bytes for 2 ranks"),
+        ({"rank": 0, "size": 2, "slots": 4, "slot_bytes": 100}, "found 4 of 100 bytes for 2 ranks"),
         ({"rank": 0, "size": 65, "slot_bytes": 4096}, "at least 64 per rank"),
     ],
 )
