@@ -47,6 +47,9 @@ FLAGS_BY_SOURCE = {
     "kernels_avx2.cpp": AVX2,
     "kernels_avx512.cpp": AVX512,
     "kernels_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "matmul_avx2.cpp": AVX2,
+    "matmul_avx512.cpp": AVX512,
+    "matmul_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
 }
 
 

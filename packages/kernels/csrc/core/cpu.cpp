@@ -12,7 +12,7 @@ namespace drivetrain {
 namespace {
 
 struct Features {
-    bool avx2 = false, avx512 = false, avx512_bf16 = false;
+    bool avx2 = false, avx512 = false, avx512_vnni = false, avx512_bf16 = false;
 };
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -40,7 +40,8 @@ Features detect() {
     found.avx2 = avx && fma && f16c && bit(b, 5) && (saved & kYmm) == kYmm;
     const bool f = bit(b, 16), dq = bit(b, 17), bw = bit(b, 30), vl = bit(b, 31);
     found.avx512 = found.avx2 && f && dq && bw && vl && (saved & kZmm) == kZmm;
-    if (found.avx512 && leaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5);
+    found.avx512_vnni = found.avx512 && bit(c, 11);
+    if (found.avx512_vnni && leaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) found.avx512_bf16 = bit(a, 5);
     return found;
 }
 
@@ -50,16 +51,28 @@ Features detect() { return {}; }
 
 #endif
 
-std::vector<const KernelTable*> find_usable() {
+// A table is put together of elementwise loops and loops of products, which have instruction sets of their own.
+std::vector<KernelTable> find_usable() {
     const Features features = detect();
-    std::vector<const KernelTable*> usable{baseline_kernels()};
-    const auto add = [&usable](bool supported, const KernelTable* table) {
-        if (supported && table != nullptr) usable.push_back(table);
+    std::vector<KernelTable> usable;
+    const auto add = [&usable](bool supported, const char* name, const KernelTable* loops, const MatmulKernels* products) {
+        if (!supported || loops == nullptr || products == nullptr) return;
+        usable.push_back(*loops);
+        usable.back().name = name;
+        usable.back().matmul = products;
     };
-    add(features.avx2, avx2_kernels());
-    add(features.avx512, avx512_kernels());
-    add(features.avx512_bf16, avx512_bf16_kernels());
+    add(true, baseline_kernels()->name, baseline_kernels(), baseline_matmul());
+    add(features.avx2, "avx2", avx2_kernels(), avx2_matmul());
+    add(features.avx512, "avx512", avx512_kernels(), avx512_matmul());
+    add(features.avx512_vnni, "avx512_vnni", avx512_kernels(), avx512_vnni_matmul());
+    add(features.avx512_bf16, "avx512_bf16", avx512_bf16_kernels(), avx512_vnni_matmul());
     return usable;
+}
+
+std::vector<const KernelTable*> addresses(const std::vector<KernelTable>& tables) {
+    std::vector<const KernelTable*> found;
+    for (const KernelTable& table : tables) found.push_back(&table);
+    return found;
 }
 
 std::atomic<const KernelTable*>& chosen() {
@@ -70,7 +83,8 @@ std::atomic<const KernelTable*>& chosen() {
 }  // namespace
 
 const std::vector<const KernelTable*>& usable_kernels() {
-    static const std::vector<const KernelTable*> usable = find_usable();
+    static const std::vector<KernelTable> tables = find_usable();
+    static const std::vector<const KernelTable*> usable = addresses(tables);
     return usable;
 }
 

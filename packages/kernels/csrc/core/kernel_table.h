@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "matmul_kernels.h"
 #include "quantize_kernels.h"
 
 namespace drivetrain {
@@ -83,6 +84,8 @@ struct KernelTable {
     void (*f32_to_f16)(const float* from, std::uint16_t* to, std::size_t count);
 
     QuantKernels quant;
+
+    const MatmulKernels* matmul;  // of translation units of its own: cpu.cpp puts it in
 };
 
 const KernelTable* baseline_kernels();

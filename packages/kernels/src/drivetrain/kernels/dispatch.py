@@ -42,6 +42,7 @@ class _Row:
 
 _STEP: Final = _Row(torch="steps", native="steps")
 _QUANTIZE: Final = _Row(torch="quantize", native="quantize")
+_MATMUL: Final = _Row(torch="matmul", native="matmul")
 
 _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
     {
@@ -60,6 +61,8 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "reduce_quantized": _QUANTIZE,
         "pack_signs": _QUANTIZE,
         "unpack_signs": _QUANTIZE,
+        "prepare_weight": _MATMUL,
+        "quantized_matmul": _MATMUL,
     }
 )
 
