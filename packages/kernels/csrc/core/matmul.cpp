@@ -14,8 +14,9 @@ namespace drivetrain {
 namespace {
 
 constexpr std::size_t kPiecePanels = 4;   // panels that a thread takes at a time
-constexpr std::size_t kTokenBlock = 64;   // tokens whose sums are kept at a time
+constexpr std::size_t kTokenBlock = 128;  // tokens whose sums are kept at a time
 constexpr std::size_t kBatchRun = 1024;   // about how many elements of a row stay in cache while all tokens pass over them
+constexpr std::size_t kManyTokens = 8;    // from which on loops for many tokens are worth their while
 constexpr std::size_t kMostBlocks = kSegment / kGroup;  // in a run of a weight without panels
 constexpr std::size_t kWorthThreads = 1 << 17;  // bytes of weight, times a measure of tokens, below which waking threads costs more than it brings
 
@@ -78,29 +79,31 @@ void transpose_panel(const Product& product, const void* from, std::size_t panel
 class Tokens {
 public:
     Tokens(const DenseArray& x, std::size_t tokens, const Product& product, Activations activations, int threads)
-        : shape_(product.shape),
-          count_(tokens),
-          as_bytes_(activations == Activations::int8 && product.integer && product.loops.multiply_bytes != nullptr) {
+        : product_(product), shape_(product.shape), count_(tokens), form_(form_of(x, tokens, product, activations)) {
         if (activations == Activations::int8) {
             quantise(x, threads);
-        } else if (x.dtype != Dtype::f32) {
+        } else if (form_ == Form::floats && x.dtype != Dtype::f32) {
             floats_.reset(new float[tokens * shape_.in]);
             each_token(threads, [&](std::size_t token) {
                 const char* from = static_cast<const char*>(x.data) + token * shape_.in * size_of(x.dtype);
                 convert(product.table, from, x.dtype, floats_.get() + token * shape_.in, Dtype::f32, shape_.in);
             });
         }
-        read_ = as_bytes_ ? static_cast<const void*>(bytes_.get()) : floats_ != nullptr ? floats_.get() : x.data;
-        if (as_bytes_ || product.weight.zeros != nullptr) add_up(threads);
-        if (as_bytes_ && shape_.bits == 4) each_token(threads, [&](std::size_t token) { reorder(bytes_.get() + token * shape_.in); });
+        read_ = static_cast<const char*>(form_ == Form::bytes ? bytes_.get() : floats_ != nullptr ? floats_.get() : x.data);
+        if (form_ == Form::bytes || product.weight.zeros != nullptr) add_up(threads);
+        if (form_ == Form::bytes && shape_.bits == 4) each_token(threads, [&](std::size_t token) { reorder(bytes_.get() + token * shape_.in); });
     }
 
-    bool as_bytes() const { return as_bytes_; }
+    // The inner loop for tokens like these.
+    auto loop() const {
+        const MatmulKernels& loops = product_.loops;
+        return form_ == Form::bytes ? loops.multiply_bytes : form_ == Form::bf16 ? loops.multiply_bf16 : loops.multiply;
+    }
 
     // Sets what a run needs to know of the tokens from `token` on.
     void describe(ProductRun& run, std::size_t token, std::size_t segment) const {
-        const std::size_t element = token * shape_.in + shape_.start(segment), at = token * shape_.segments + segment;
-        run.x = as_bytes_ ? static_cast<const void*>(static_cast<const std::int8_t*>(read_) + element) : static_cast<const float*>(read_) + element;
+        const std::size_t at = token * shape_.segments + segment;
+        run.x = read_ + (token * shape_.in + shape_.start(segment)) * element_bytes();
         run.x_stride = shape_.in;
         run.x_scales = scales_.empty() ? nullptr : scales_.data() + at;
         run.x_sums = sums_.empty() ? nullptr : sums_.data() + at;
@@ -108,6 +111,16 @@ public:
     }
 
 private:
+    enum class Form : std::uint8_t { floats, bytes, bf16 };
+
+    static Form form_of(const DenseArray& x, std::size_t tokens, const Product& product, Activations activations) {
+        const MatmulKernels& loops = product.loops;
+        if (activations == Activations::int8) return product.integer && loops.multiply_bytes != nullptr ? Form::bytes : Form::floats;
+        return x.dtype == Dtype::bf16 && tokens >= kManyTokens && loops.multiply_bf16 != nullptr ? Form::bf16 : Form::floats;
+    }
+
+    std::size_t element_bytes() const { return form_ == Form::floats ? sizeof(float) : form_ == Form::bf16 ? 2 : 1; }
+
     template <typename Body>
     void each_token(int threads, const Body& body) const {
         Pool::shared().run(count_, threads, body);
@@ -121,7 +134,7 @@ private:
         quantize(x, count, {rule, reinterpret_cast<std::uint8_t*>(bytes_.get()), scales.data(), nullptr}, {false, 0, 0}, threads);
         scales_.resize(count_ * shape_.segments);
         for (std::size_t i = 0; i < scales_.size(); ++i) scales_[i] = scales[i / shape_.per_block];
-        if (as_bytes_) return;
+        if (form_ == Form::bytes) return;
         floats_.reset(new float[count]);
         for (std::size_t i = 0; i < count; ++i) floats_[i] = static_cast<float>(bytes_[i]);
     }
@@ -130,20 +143,22 @@ private:
         sums_.resize(count_ * shape_.segments);
         each_token(threads, [&](std::size_t token) {
             for (std::size_t segment = 0; segment < shape_.segments; ++segment) {
-                const std::size_t start = token * shape_.in + shape_.start(segment), length = shape_.length(segment);
-                sums_[token * shape_.segments + segment] = as_bytes_ ? static_cast<float>(sum(bytes_.get() + start, length))
-                                                                     : sum(static_cast<const float*>(read_) + start, length);
+                const char* from = read_ + (token * shape_.in + shape_.start(segment)) * element_bytes();
+                sums_[token * shape_.segments + segment] = sum(from, shape_.length(segment));
             }
         });
     }
 
-    static std::int32_t sum(const std::int8_t* x, std::size_t count) {
-        std::int32_t total = 0;
-        for (std::size_t i = 0; i < count; ++i) total += x[i];
-        return total;
-    }
-
-    static float sum(const float* x, std::size_t count) {
+    float sum(const char* from, std::size_t count) const {
+        if (form_ == Form::bytes) {
+            const auto* x = reinterpret_cast<const std::int8_t*>(from);
+            std::int32_t total = 0;
+            for (std::size_t i = 0; i < count; ++i) total += x[i];
+            return static_cast<float>(total);
+        }
+        float room[kSegment];
+        if (form_ == Form::bf16) convert(product_.table, from, Dtype::bf16, room, Dtype::f32, count);
+        const float* x = form_ == Form::bf16 ? room : reinterpret_cast<const float*>(from);
         float lanes[kGroup] = {};
         for (std::size_t i = 0; i < count; i += kGroup) {
             for (std::size_t k = 0; k < kGroup; ++k) lanes[k] += x[i + k];
@@ -168,13 +183,14 @@ private:
         }
     }
 
+    const Product& product_;
     const Shape& shape_;
     std::size_t count_;
-    bool as_bytes_;
+    Form form_;
     std::unique_ptr<float[]> floats_;
     std::unique_ptr<std::int8_t[]> bytes_;
     std::vector<float> scales_, sums_;  // [tokens][segments]
-    const void* read_ = nullptr;
+    const char* read_ = nullptr;
 };
 
 // The codes, scales and zeros of some panels over a run of segments: where they lie or, made for the purpose, in its own memory.
@@ -264,7 +280,7 @@ private:
         run.length = product_.shape.length(segment);
         run.sums = sums_ + panel * kPanel;
         run.sum_stride = kWidth;
-        (tokens_.as_bytes() ? product_.loops.multiply_bytes : product_.loops.multiply)(run, count, tokens);
+        tokens_.loop()(run, count, tokens);
     }
 
     void write(std::size_t token, float* sums, const DenseArray& bias, const DenseArray& y) const {

@@ -32,7 +32,7 @@ struct ProductRun {
     const float* zeros;   // likewise, or null
     std::size_t panel_scales;
     std::size_t scale_step;  // kPanel, or 0 where the segments are parts of one block
-    const void* x;           // the first token's activations at the first segment; the next token's lie `x_stride` elements further on
+    const void* x;  // the first token's activations at the first segment; the next token's lie `x_stride` elements further on
     std::size_t x_stride;
     const float* x_scales;  // one per segment, or null for ones; the next token's lie `x_segments` further on
     const float* x_sums;    // sum of x over the segment, before x_scales; needed where there are zeros, and by multiply_bytes
@@ -51,6 +51,8 @@ struct MatmulKernels {
     void (*multiply)(const ProductRun& run, std::size_t panels, std::size_t tokens);
     // x: int8, in the order of `byte_order`; codes: integers. Null where float32 does as well.
     void (*multiply_bytes)(const ProductRun& run, std::size_t panels, std::size_t tokens);
+    // x: bfloat16. Null where float32 does as well.
+    void (*multiply_bf16)(const ProductRun& run, std::size_t panels, std::size_t tokens);
 };
 
 // Place in each eight int8 activations of element k, for multiply_bytes with int4 codes: the even nibbles of a word and then the odd ones.
@@ -61,5 +63,6 @@ const MatmulKernels* baseline_matmul();
 const MatmulKernels* avx2_matmul();
 const MatmulKernels* avx512_matmul();
 const MatmulKernels* avx512_vnni_matmul();
+const MatmulKernels* amx_matmul();
 
 }  // namespace drivetrain

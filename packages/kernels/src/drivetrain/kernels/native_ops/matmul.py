@@ -65,7 +65,7 @@ def quantized_matmul(
 ) -> Tensor:
     """`torch_ops.matmul.quantized_matmul`: the weight is read once per 64 tokens and unpacked in registers."""
     tokens, columns = x.shape
-    y = x.new_empty((tokens, out_features))
+    y = torch.empty((tokens, out_features), dtype=x.dtype)
     dtype = dtype_number(x.dtype)
     if prepared is None:
         handle = _handle((values, scales, zeros), rule, (out_features, columns), panels=False)
