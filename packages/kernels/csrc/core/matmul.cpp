@@ -102,12 +102,12 @@ public:
 
     // Sets what a run needs to know of the tokens from `token` on.
     void describe(ProductRun& run, std::size_t token, std::size_t segment) const {
-        const std::size_t at = token * shape_.segments + segment;
+        const std::size_t at = segment * count_ + token;
         run.x = read_ + (token * shape_.in + shape_.start(segment)) * element_bytes();
         run.x_stride = shape_.in;
         run.x_scales = scales_.empty() ? nullptr : scales_.data() + at;
         run.x_sums = sums_.empty() ? nullptr : sums_.data() + at;
-        run.x_segments = shape_.segments;
+        run.x_tokens = count_;
     }
 
 private:
@@ -133,7 +133,11 @@ private:
         const QuantRule rule{Format::int8, true, shape_.block_size};
         quantize(x, count, {rule, reinterpret_cast<std::uint8_t*>(bytes_.get()), scales.data(), nullptr}, {false, 0, 0}, threads);
         scales_.resize(count_ * shape_.segments);
-        for (std::size_t i = 0; i < scales_.size(); ++i) scales_[i] = scales[i / shape_.per_block];
+        for (std::size_t segment = 0; segment < shape_.segments; ++segment) {
+            for (std::size_t token = 0; token < count_; ++token) {
+                scales_[segment * count_ + token] = scales[token * shape_.blocks + segment / shape_.per_block];
+            }
+        }
         if (form_ == Form::bytes) return;
         floats_.reset(new float[count]);
         for (std::size_t i = 0; i < count; ++i) floats_[i] = static_cast<float>(bytes_[i]);
@@ -144,7 +148,7 @@ private:
         each_token(threads, [&](std::size_t token) {
             for (std::size_t segment = 0; segment < shape_.segments; ++segment) {
                 const char* from = read_ + (token * shape_.in + shape_.start(segment)) * element_bytes();
-                sums_[token * shape_.segments + segment] = sum(from, shape_.length(segment));
+                sums_[segment * count_ + token] = sum(from, shape_.length(segment));
             }
         });
     }
@@ -189,7 +193,7 @@ private:
     Form form_;
     std::unique_ptr<float[]> floats_;
     std::unique_ptr<std::int8_t[]> bytes_;
-    std::vector<float> scales_, sums_;  // [tokens][segments]
+    std::vector<float> scales_, sums_;  // [segments][tokens]
     const char* read_ = nullptr;
 };
 

@@ -21,28 +21,41 @@ constexpr int center() {
     return kCodes == Codes::uint8 ? 128 : kCodes == Codes::uint4 ? 8 : 0;
 }
 
-// Adds what a segment has summed: sum * (scale of the weight * scale of x) + zero * (sum of x * scale of x), where the codes in the sum have
-// `kCenter` taken off. With int8 activations that is put back, exactly; else it is made part of the zero.
+// What scaling the sums of a segment needs to know of a token.
+struct TokenScale {
+    TokenScale(const ProductRun& run, std::size_t segment, std::size_t token, int center) {
+        const std::size_t at = segment * run.x_tokens + token;
+        const float own = run.x_scales != nullptr ? run.x_scales[at] : 1.0f, sum = run.zeros != nullptr ? run.x_sums[at] : 0.0f;
+        scale = V::set(own);
+        scaled_sum = V::set(sum * own);
+        centered_sum = V::set(sum * static_cast<float>(center));
+    }
+    V::Reg scale, scaled_sum, centered_sum;
+};
+
+// sum * (scale of the weight * scale of x) + zero * (sum of x * scale of x), where the codes in the sum have `kCenter` taken off. With int8
+// activations that is put back, exactly; else it is made part of the zero.
+template <int kCenter>
+inline V::Reg scaled(const ProductRun& run, V::Reg sum, const TokenScale& token, const float* scales, const float* zeros) {
+    const V::Reg scale = V::load(scales);
+    if (kCenter != 0 && run.x_scales != nullptr) sum = V::add(sum, token.centered_sum);
+    const V::Reg value = V::mul(sum, V::mul(scale, token.scale));
+    if (run.zeros == nullptr) return value;
+    V::Reg zero = V::load(zeros);
+    if (kCenter != 0 && run.x_scales == nullptr) zero = V::add(zero, V::mul(scale, V::set(static_cast<float>(kCenter))));
+    return V::add(value, V::mul(zero, token.scaled_sum));
+}
+
+// Adds what a segment has summed.
 template <int kCenter, int kPanels, int kTokens>
 void add_scaled(const ProductRun& run, std::size_t segment, const V::Reg (&sums)[kTokens][kPanels * kVectors],
                 V::Reg (&totals)[kTokens][kPanels * kVectors]) {
-    const V::Reg off = V::set(static_cast<float>(kCenter));
     for (int t = 0; t < kTokens; ++t) {
-        const std::size_t at = static_cast<std::size_t>(t) * run.x_segments + segment;
-        const float own = run.x_scales != nullptr ? run.x_scales[at] : 1.0f, sum = run.zeros != nullptr ? run.x_sums[at] : 0.0f;
-        const V::Reg x_scale = V::set(own), x_sum = V::set(sum * own);
-        const V::Reg back = V::set(run.x_scales != nullptr ? sum * static_cast<float>(kCenter) : 0.0f);
+        const TokenScale token(run, segment, static_cast<std::size_t>(t), kCenter);
         for (int i = 0; i < kPanels * kVectors; ++i) {
             const std::size_t place = static_cast<std::size_t>(i / kVectors) * run.panel_scales + segment * run.scale_step +
                                       static_cast<std::size_t>(i % kVectors * V::lanes);
-            const V::Reg scale = V::load(run.scales + place);
-            V::Reg value = V::mul(kCenter != 0 ? V::add(sums[t][i], back) : sums[t][i], V::mul(scale, x_scale));
-            if (run.zeros != nullptr) {
-                V::Reg zero = V::load(run.zeros + place);
-                if (kCenter != 0 && run.x_scales == nullptr) zero = V::add(zero, V::mul(scale, off));
-                value = V::add(value, V::mul(zero, x_sum));
-            }
-            totals[t][i] = V::add(totals[t][i], value);
+            totals[t][i] = V::add(totals[t][i], scaled<kCenter>(run, sums[t][i], token, run.scales + place, run.zeros + place));
         }
     }
 }
@@ -118,8 +131,8 @@ ProductRun moved(const ProductRun& run, std::size_t panel, std::size_t token) {
     part.scales += panel * run.panel_scales;
     if (run.zeros != nullptr) part.zeros += panel * run.panel_scales;
     part.x = static_cast<const X*>(run.x) + token * run.x_stride;
-    if (run.x_scales != nullptr) part.x_scales += token * run.x_segments;
-    if (run.x_sums != nullptr) part.x_sums += token * run.x_segments;
+    if (run.x_scales != nullptr) part.x_scales += token;
+    if (run.x_sums != nullptr) part.x_sums += token;
     part.sums += token * run.sum_stride + panel * kPanel;
     return part;
 }

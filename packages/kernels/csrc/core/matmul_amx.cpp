@@ -125,22 +125,23 @@ const std::uint32_t* as_matrix(const std::uint32_t* words, std::size_t elements,
     }
 }
 
-// Sums of one segment over a tile of tokens and a panel, as a tile was stored, scaled and added.
-template <Codes kCodes, bool kBytes, int kTokens>
-void add_rows(const ProductRun& run, std::size_t segment, const std::uint32_t* stored) {
-    V::Reg sums[kTokens][1], totals[kTokens][1];
-    for (int t = 0; t < kTokens; ++t) {
-        const V::Words row = V::load_words(stored + static_cast<std::size_t>(t) * kPanel);
+// Scales and adds the sums of one segment over some tokens from `token` on and a panel, as a tile was stored.
+template <Codes kCodes, bool kBytes>
+void add_tile(const ProductRun& run, std::size_t segment, std::size_t panel, std::size_t token, std::size_t rows, const std::uint32_t* stored) {
+    constexpr int kCenter = kBytes ? 0 : center<kCodes>();
+    const std::size_t place = panel * run.panel_scales + segment * run.scale_step;
+    float* sums = run.sums + token * run.sum_stride + panel * kPanel;
+    for (std::size_t row = 0; row < rows; ++row, stored += kPanel, sums += run.sum_stride) {
+        const V::Words own = V::load_words(stored);
+        V::Reg sum = _mm512_castsi512_ps(own);
         if constexpr (kBytes) {
-            const std::int32_t sum = kCodes == Codes::int4 ? 8 * static_cast<std::int32_t>(run.x_sums[t * run.x_segments + segment]) : 0;
-            sums[t][0] = V::to_float(kCodes == Codes::int4 ? _mm512_sub_epi32(row, V::set_words(sum)) : row);
-        } else {
-            sums[t][0] = _mm512_castsi512_ps(row);
+            constexpr float kOffset = kCodes == Codes::int4 ? 8.0f : 0.0f;  // of what `nibbles` makes of codes
+            const auto offset = kOffset != 0.0f ? static_cast<std::int32_t>(kOffset * run.x_sums[segment * run.x_tokens + token + row]) : 0;
+            sum = V::to_float(_mm512_sub_epi32(own, V::set_words(offset)));
         }
-        totals[t][0] = V::load(run.sums + t * run.sum_stride);
+        const TokenScale scale(run, segment, token + row, kCenter);
+        V::store(sums, V::add(V::load(sums), scaled<kCenter>(run, sum, scale, run.scales + place, run.zeros + place)));
     }
-    add_scaled<kBytes ? 0 : center<kCodes>(), 1, kTokens>(run, segment, sums, totals);
-    for (int t = 0; t < kTokens; ++t) V::store(run.sums + t * run.sum_stride, totals[t][0]);
 }
 
 // `rows` tokens of each of some tiles of tokens, times one or two panels, over a segment.
@@ -174,9 +175,7 @@ void multiply_segment(const ProductRun& run, std::size_t segment, std::size_t ro
     if constexpr (kTokenTiles > 1 && kPanels > 1) store_tile<3>(stored[3]);
     for (std::size_t tile = 0; tile < kTokenTiles; ++tile) {
         for (std::size_t panel = 0; panel < kPanels; ++panel) {
-            std::size_t row = 0;
-            for (; row + 8 <= rows; row += 8) add_rows<kCodes, kBytes, 8>(moved<X>(run, panel, tile * kTileRows + row), segment, stored[2 * tile + panel] + row * kPanel);
-            for (; row < rows; ++row) add_rows<kCodes, kBytes, 1>(moved<X>(run, panel, tile * kTileRows + row), segment, stored[2 * tile + panel] + row * kPanel);
+            add_tile<kCodes, kBytes>(run, segment, panel, tile * kTileRows, rows, stored[2 * tile + panel]);
         }
     }
 }

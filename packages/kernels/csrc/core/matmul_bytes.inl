@@ -11,7 +11,7 @@ void byte_tile(const ProductRun& run) {
     over_segments<0, kPanels, kTokens>(run, [&](std::size_t segment, V::Reg(&sums)[kTokens][kPanels * kVectors]) {
         V::Words dots[kTokens][kPanels * kVectors];
         for (int t = 0; t < kTokens; ++t) {
-            const auto x_sum = static_cast<std::int32_t>(run.x_sums[t * run.x_segments + segment]);
+            const auto x_sum = static_cast<std::int32_t>(run.x_sums[segment * run.x_tokens + static_cast<std::size_t>(t)]);
             for (V::Words& dot : dots[t]) dot = V::set_words(-V::template byte_offset<kCodes>() * x_sum);
         }
         const std::int8_t* x = static_cast<const std::int8_t*>(run.x) + segment * run.length;

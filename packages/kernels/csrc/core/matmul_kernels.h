@@ -34,9 +34,9 @@ struct ProductRun {
     std::size_t scale_step;  // kPanel, or 0 where the segments are parts of one block
     const void* x;  // the first token's activations at the first segment; the next token's lie `x_stride` elements further on
     std::size_t x_stride;
-    const float* x_scales;  // one per segment, or null for ones; the next token's lie `x_segments` further on
+    const float* x_scales;  // one per token, or null for ones; those of the next segment lie `x_tokens` further on
     const float* x_sums;    // sum of x over the segment, before x_scales; needed where there are zeros, and by multiply_bytes
-    std::size_t x_segments;
+    std::size_t x_tokens;
     std::size_t segments, length;
     float* sums;  // added to: [tokens][sum_stride], of which the first panels * kPanel are the rows'
     std::size_t sum_stride;

@@ -2,6 +2,8 @@
 
 `quantize`, `reduce_quantized`, `pack_signs` and their kin make tensors small for the wire and for memory.
 
+`quantize_weight`, `quantized_linear` and `QuantizedLinear` multiply by weights of few bits, for inference.
+
 `AsyncFile` moves tensors to and from files.
 
 Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
@@ -16,6 +18,7 @@ from .aio import AsyncFile, AsyncFileOptions, Ticket, aligned_empty
 from .core import choose_instruction_set, get_num_threads, instruction_sets, set_num_threads
 from .cpu_optim import CpuAdagrad, CpuAdam, CpuLamb, CpuLion
 from .dispatch import KernelStatus, available, implementation, resolve
+from .matmul import QuantizedLinear, QuantizedWeight, quantize_weight, quantized_linear
 from .optim import Lamb, Lion
 from .quantization import (
     PackedSigns,
@@ -47,6 +50,8 @@ __all__ = [
     "PackedSigns",
     "QuantizationRule",
     "Quantized",
+    "QuantizedLinear",
+    "QuantizedWeight",
     "SgdRule",
     "SignRule",
     "Ticket",
@@ -60,6 +65,8 @@ __all__ = [
     "instruction_sets",
     "pack_signs",
     "quantize",
+    "quantize_weight",
+    "quantized_linear",
     "reduce_quantized",
     "resolve",
     "set_num_threads",

@@ -88,7 +88,7 @@ def resolve(op: str, device: torch.device | str) -> Implementation:
 
     All implementations of an op have the signature of the one in `torch_ops`.
     """
-    return _resolve(op, torch.device(device).type)
+    return _resolve(op, (device if isinstance(device, torch.device) else torch.device(device)).type)
 
 
 def implementation(op: str, kind: Kind) -> Implementation:

@@ -139,7 +139,7 @@ def quantized_linear(
     """
     _check_operands(x, weight, bias, activations)
     quantized = weight.quantized
-    rows = x.reshape(-1, weight.in_features).contiguous()
+    rows = x.reshape(x.shape[:-1].numel(), weight.in_features).contiguous()
     prepared = weight.prepared
     y: Tensor = resolve("quantized_matmul", x.device)(
         rows,
@@ -221,16 +221,14 @@ class QuantizedLinear(nn.Module):
     @property
     def weight(self) -> QuantizedWeight:
         """The weight, made of the buffers; prepared at its first use."""
-        known = self._weight
-        if known is not None and known.quantized.values is self.values and known.quantized.scales is self.scales:
+        buffers, known = self._buffers, self._weight  # straight to them: a layer's attributes are slow for small products
+        values, scales, zeros = buffers["values"], buffers["scales"], buffers["zeros"]
+        if known is not None and known.quantized.values is values and known.quantized.scales is scales:
             return known
-        quantized = Quantized(
-            values=self.values,
-            scales=self.scales,
-            zeros=self.zeros,
-            numel=self.out_features * self.in_features,
-            rule=self.rule,
-        )
+        if values is None or scales is None:
+            raise RuntimeError("QuantizedLinear: values and scales can't be None")
+        numel = self.out_features * self.in_features
+        quantized = Quantized(values=values, scales=scales, zeros=zeros, numel=numel, rule=self.rule)
         self._weight = QuantizedWeight(
             quantized=quantized, out_features=self.out_features, in_features=self.in_features, prepare=self.prepare
         )
@@ -238,7 +236,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] to [..., out_features], as `quantized_linear`."""
-        return quantized_linear(x, self.weight, self.bias, activations=self.activations)
+        return quantized_linear(x, self.weight, self._buffers["bias"], activations=self.activations)
 
     def extra_repr(self) -> str:
         """The constructor's arguments."""
