@@ -10,6 +10,7 @@ the step must read and write at least, over the time of the step: 1.0 means that
 machine does.
 
     python benchmarks/kernels/run.py [--elements 50e6] [--rounds 15] [--threads N] [--only CASE ...] [--json FILE]
+    python benchmarks/kernels/run.py products ...    products with quantised weights: see quantized_matmul.py
 """
 
 from __future__ import annotations
@@ -339,4 +340,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["products"]:
+        from quantized_matmul import main as products  # which takes `measure` and its kin from here
+
+        products(sys.argv[2:])
+    else:
+        main()

@@ -48,6 +48,10 @@ FLAGS_BY_SOURCE = {
     "kernels_avx2.cpp": AVX2,
     "kernels_avx512.cpp": AVX512,
     "kernels_avx512_bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "matmul_avx2.cpp": AVX2,
+    "matmul_avx512.cpp": AVX512,
+    "matmul_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+    "matmul_amx.cpp": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }
 
 

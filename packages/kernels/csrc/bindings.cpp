@@ -16,6 +16,7 @@
 #include "core/cpu.h"
 #include "core/elementwise.h"
 #include "core/file_queue.h"
+#include "core/matmul.h"
 #include "core/pool.h"
 #include "core/quantize.h"
 #include "core/shared_memory_endpoint.h"
@@ -131,13 +132,14 @@ std::size_t checked_block_size(std::size_t block_size) {
     return block_size;
 }
 
+DenseArray dense(std::uintptr_t data, int dtype) {
+    if (dtype < 0 || dtype > 2) throw py::value_error("unknown element type " + std::to_string(dtype));
+    return {pointer<void*>(data), static_cast<Dtype>(dtype)};
+}
+
 void bind_arrays(py::module_& module) {
     py::class_<DenseArray>(module, "DenseArray")
-        .def(py::init([](std::uintptr_t data, int dtype) {
-                 if (dtype < 0 || dtype > 2) throw py::value_error("unknown element type " + std::to_string(dtype));
-                 return DenseArray{pointer<void*>(data), static_cast<Dtype>(dtype)};
-             }),
-             py::kw_only(), py::arg("data"), py::arg("dtype"));
+        .def(py::init(&dense), py::kw_only(), py::arg("data"), py::arg("dtype"));
     py::class_<QuantArray>(module, "QuantArray")
         .def(py::init([](int format, std::size_t block_size, std::uintptr_t values, std::uintptr_t scales, std::uintptr_t zeros, bool symmetric) {
                  if (format < 0 || format > 4) throw py::value_error("unknown format " + std::to_string(format));
@@ -166,6 +168,37 @@ void bind_quantization(py::module_& module) {
                py::arg("target"), py::arg("rounding"), py::arg("threads"), NoGil());
     module.def("pack_signs", &drivetrain::pack_signs, py::arg("source"), py::arg("count"), py::arg("target"), py::arg("threads"), NoGil());
     module.def("unpack_signs", &drivetrain::unpack_signs, py::arg("source"), py::arg("count"), py::arg("target"), py::arg("threads"), NoGil());
+}
+
+void bind_matmul(py::module_& module) {
+    using drivetrain::QuantizedWeight;
+    py::class_<QuantizedWeight>(module, "QuantizedWeight")
+        .def(py::init([](const QuantArray& stored, std::size_t out, std::size_t in, bool panels) {
+                 if (in % stored.rule.block_size != 0) throw py::value_error("blocks must not cross rows");
+                 return QuantizedWeight{stored.rule, out, in, stored.values, stored.scales, stored.rule.symmetric ? nullptr : stored.zeros, panels};
+             }),
+             py::kw_only(), py::arg("stored"), py::arg("rows"), py::arg("columns"), py::arg("panels"));
+    module.def("panel_rows", &drivetrain::panel_rows, py::arg("rows"));
+    module.def(
+        "prepare_weight",
+        [](const QuantizedWeight& weight, const QuantArray& target, int threads) {
+            if (weight.panels) throw py::value_error("a weight is prepared once");
+            const py::gil_scoped_release released;
+            drivetrain::prepare_weight(weight, target.values, target.scales, target.zeros, threads);
+        },
+        py::arg("weight"), py::arg("target"), py::arg("threads"));
+    // Arrays as address and element type: this is called once per token and layer, and objects would cost as much as small products.
+    module.def(
+        "quantized_matmul",
+        [](const QuantizedWeight& weight, std::uintptr_t x, int x_dtype, std::size_t tokens, std::uintptr_t bias, int bias_dtype, std::uintptr_t y,
+           int y_dtype, int activations, int threads) {
+            if (activations < 0 || activations > 1) throw py::value_error("unknown activations " + std::to_string(activations));
+            const DenseArray from = dense(x, x_dtype), added = dense(bias, bias_dtype), to = dense(y, y_dtype);
+            const py::gil_scoped_release released;
+            drivetrain::quantized_matmul(from, tokens, weight, added, to, static_cast<drivetrain::Activations>(activations), threads);
+        },
+        py::arg("weight"), py::arg("x"), py::arg("x_dtype"), py::arg("tokens"), py::arg("bias"), py::arg("bias_dtype"), py::arg("y"),
+        py::arg("y_dtype"), py::arg("activations"), py::arg("threads"));
 }
 
 struct ReleaseQueue {
@@ -387,6 +420,7 @@ PYBIND11_MODULE(_native, module) {
         },
         py::arg("operands"), py::arg("threads"));
     bind_quantization(module);
+    bind_matmul(module);
     bind_files(module);
     bind_shared_memory(module);
 }

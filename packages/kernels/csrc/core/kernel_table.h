@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "fold_kernels.h"
+#include "matmul_kernels.h"
 #include "quantize_kernels.h"
 
 namespace drivetrain {
@@ -85,6 +86,8 @@ struct KernelTable {
 
     QuantKernels quant;
     FoldKernels fold;
+
+    const MatmulKernels* matmul;  // of translation units of its own: cpu.cpp puts it in
 };
 
 const KernelTable* baseline_kernels();

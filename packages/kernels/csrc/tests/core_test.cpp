@@ -1,8 +1,10 @@
 // Tests of the core without Python, made for the sanitizers: buffers are exactly as long as they must be, pools are made and destroyed, and
 // several threads call at once. `python build_native.py --check thread` (or address, undefined, none) compiles and runs it.
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,6 +20,7 @@
 #include "core/cpu.h"
 #include "core/elementwise.h"
 #include "core/file_queue.h"
+#include "core/matmul.h"
 #include "core/pool.h"
 #include "core/quantize.h"
 #include "core/steps.h"
@@ -164,6 +167,66 @@ void test_quantization() {
                 const SignArray signs{rule.block_size, true, bits.get(), scales.get()};
                 pack_signs(dense, count, signs, 3);
                 unpack_signs(signs, count, target, 3);
+            }
+        }
+    }
+}
+
+// A weight in heap blocks of exactly its bytes, as it is and in panels.
+struct Weight {
+    Weight(const QuantRule& rule, std::size_t out, std::size_t in)
+        : stored(rule, out * in), panels(rule, panel_rows(out) * in), source({static_cast<std::int64_t>(out * in)}, Dtype::f32, 5) {
+        const DenseArray dense{reinterpret_cast<void*>(source.operand.addresses[0]), Dtype::f32};
+        quantize(dense, out * in, stored.array, {false, 0, 0}, 1);
+        raw = {rule, out, in, stored.array.values, stored.array.scales, stored.array.zeros, false};
+        prepare_weight(raw, panels.values.get(), panels.scales.get(), panels.zeros.get(), 3);
+        prepared = {rule, out, in, panels.array.values, panels.array.scales, panels.array.zeros, true};
+    }
+    Codes stored, panels;
+    Buffers source;
+    QuantizedWeight raw, prepared;
+};
+
+std::vector<float> product(const QuantizedWeight& weight, std::size_t tokens, Dtype dtype, Activations activations, int threads) {
+    const Buffers x({static_cast<std::int64_t>(tokens * weight.in)}, dtype, 7), bias({static_cast<std::int64_t>(weight.out)}, Dtype::bf16, 8);
+    std::vector<float> y(tokens * weight.out, -1.0f);
+    quantized_matmul({reinterpret_cast<void*>(x.operand.addresses[0]), dtype}, tokens, weight,
+                     {reinterpret_cast<void*>(bias.operand.addresses[0]), Dtype::bf16}, {y.data(), Dtype::f32}, activations, threads);
+    return y;
+}
+
+// `exactly`, or within what sums of float32 may differ.
+bool agree(const std::vector<float>& a, const std::vector<float>& b, bool exactly) {
+    float most = 0.0f, apart = 0.0f;
+    for (std::size_t i = 0; i < a.size(); ++i) {
+        most = std::max(most, std::fabs(b[i]));
+        apart = std::max(apart, std::fabs(a[i] - b[i]));
+    }
+    return exactly ? std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0 : apart <= 1e-5f * most;
+}
+
+void test_products() {
+    const QuantRule rules[] = {{Format::int8, true, 64},   {Format::int8, false, 528}, {Format::int4, true, 16}, {Format::int4, false, 48},
+                               {Format::e4m3, true, 32}, {Format::e5m2, true, 544},  {Format::e3m2, true, 80}};
+    for (const QuantRule& rule : rules) {
+        for (const std::size_t out : {std::size_t{1}, std::size_t{17}, std::size_t{85}}) {
+            choose_kernels(usable_kernels().front()->name);
+            const Weight weight(rule, out, 2 * rule.block_size);
+            for (const std::size_t tokens : {std::size_t{1}, std::size_t{7}, std::size_t{131}}) {
+                for (const Dtype dtype : {Dtype::f32, Dtype::bf16}) {
+                    for (const Activations activations : {Activations::native, Activations::int8}) {
+                        choose_kernels(usable_kernels().front()->name);
+                        const std::vector<float> expected = product(weight.raw, tokens, dtype, activations, 1);
+                        for (const KernelTable* table : usable_kernels()) {
+                            choose_kernels(table->name);
+                            const bool integers = rule.format == Format::int8 || rule.format == Format::int4;
+                            const std::vector<float> found = product(weight.prepared, tokens, dtype, activations, 3);
+                            const std::string what = std::string("products of ") + table->name;
+                            require(agree(found, expected, activations == Activations::int8 && integers), what);
+                            require(agree(product(weight.raw, tokens, dtype, activations, 2), found, true), what + " without panels");
+                        }
+                    }
+                }
             }
         }
     }
@@ -378,6 +441,7 @@ int main() {
     test_casts();
     test_steps_agree();
     test_quantization();
+    test_products();
     test_files();
     std::puts("ok");
     return 0;

@@ -1,14 +1,14 @@
 """Hot arithmetic: optimizers and ops, each with a plain-torch reference.
 
-`quantize`, `reduce_quantized`, `pack_signs` and their kin make tensors small for the wire and for memory.
+`quantize`, `reduce_quantized`, `pack_signs` and their kin make tensors small for the wire and for memory;
+`quantize_weight`, `quantized_linear` and `QuantizedLinear` multiply by weights of few bits, for inference.
+
+`rms_norm`, `rotary_embedding`, `swiglu`, `masked_softmax`, `linear_cross_entropy` and their kin are the ops of a
+transformer layer, with gradients; `top_k_gating`, `permutation`, `permute_tokens`, `grouped_matmul` and
+`unpermute_tokens` those of a mixture of experts; `paged_decode`, `ragged_attention`, `evoformer_attention` and
+`block_sparse_attention` the attentions that torch's own does not cover.
 
 `AsyncFile` moves tensors to and from files; `SharedMemoryGroup` moves and reduces them among processes of one host.
-`rms_norm`, `rotary_embedding`, `swiglu`, `masked_softmax`, `linear_cross_entropy` and their kin are the ops of a
-transformer layer, with gradients.
-
-
-`top_k_gating`, `permutation`, `permute_tokens`, `grouped_matmul` and `unpermute_tokens` are a layer of mixture of
-experts.
 
 Optimizers (`FusedAdam`, `FusedAdagrad`, `FusedSgd`, `Lion` and `Lamb`; `CpuAdam`, `CpuAdagrad`, `CpuLion` and
 `CpuLamb` insist on host memory) are ordinary `torch.optim.Optimizer`s that are also correct on shards of parameters;
@@ -17,13 +17,6 @@ Optimizers (`FusedAdam`, `FusedAdagrad`, `FusedSgd`, `Lion` and `Lamb`; `CpuAdam
 Every op has an implementation in plain torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or
 GPUs (`triton_ops`); `resolve` finds the one that serves an op on a device, and `available()` says which one it is, and
 why.
-`paged_decode`, `ragged_attention`, `evoformer_attention` and `block_sparse_attention` are the attentions that torch's
-own does not cover.
-
-Optimizers (`CpuAdam`, `CpuAdagrad`, `CpuLion`, `CpuLamb`, `Lion`, `Lamb`) are ordinary `torch.optim.Optimizer`s that
-are also correct on shards of parameters; `rules` holds their hyperparameters. Every op has an implementation in plain
-torch (`torch_ops`), most a faster one for host memory (`native_ops`, C++) or GPUs (`triton_ops`); `resolve` finds the
-one that serves an op on a device, and `available()` says which one it is, and why.
 """
 
 from __future__ import annotations
@@ -39,6 +32,7 @@ from .fused_optim import FusedAdagrad, FusedAdam, FusedSgd
 from .gating import top_k_gating
 from .grouped_matmul import grouped_matmul
 from .host_memory import BufferPool, aligned_empty
+from .matmul import QuantizedLinear, QuantizedWeight, quantize_weight, quantized_linear
 from .muon import MatrixExchange, Muon, orthogonalize
 from .norm import layer_norm, rms_norm
 from .optim import Lamb, Lion
@@ -108,6 +102,8 @@ __all__ = [
     "PackedSigns",
     "QuantizationRule",
     "Quantized",
+    "QuantizedLinear",
+    "QuantizedWeight",
     "SgdRule",
     "SharedMemoryCall",
     "SharedMemoryError",
@@ -144,6 +140,8 @@ __all__ = [
     "permutation",
     "permute_tokens",
     "quantize",
+    "quantize_weight",
+    "quantized_linear",
     "ragged_attention",
     "reduce_quantized",
     "resolve",

@@ -88,6 +88,8 @@ _TABLE: Final[Mapping[str, _Row]] = MappingProxyType(
         "write_cache": _PAGED,
         "evoformer_attention": _Row(torch="evoformer_attention", triton="evoformer_attention"),
         "block_sparse_attention": _Row(torch="sparse_attention", triton="sparse_attention"),
+        "prepare_weight": _Row(torch="matmul", native="matmul"),
+        "quantized_matmul": _Row(torch="matmul", native="matmul", triton="matmul"),
     }
 )
 
@@ -113,7 +115,7 @@ def resolve(op: str, device: torch.device | str) -> Implementation:
 
     All implementations of an op have the signature of the one in `torch_ops`.
     """
-    return _resolve(op, torch.device(device).type)
+    return _resolve(op, (device if isinstance(device, torch.device) else torch.device(device)).type)
 
 
 def resolve_for(op: str, tensor: Tensor) -> Implementation:

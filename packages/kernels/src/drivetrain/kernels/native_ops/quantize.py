@@ -16,7 +16,16 @@ from drivetrain.kernels.core import CORE, get_num_threads
 from drivetrain.kernels.quantize_rules import QuantizationRule, SignRule
 from drivetrain.kernels.torch_ops.quantize import Stored
 
-__all__ = ["dequantize_reduce", "pack_signs", "quantize", "reduce_quantized", "unpack_signs"]
+__all__ = [
+    "core",
+    "dequantize_reduce",
+    "dtype_number",
+    "pack_signs",
+    "quantize",
+    "reduce_quantized",
+    "stored_array",
+    "unpack_signs",
+]
 
 _DTYPES: Final[Mapping[torch.dtype, int]] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1, torch.float16: 2})
 _FORMATS: Final[Mapping[str, int]] = MappingProxyType(
@@ -25,19 +34,26 @@ _FORMATS: Final[Mapping[str, int]] = MappingProxyType(
 _GROUP: Final = 16
 
 
-def _core() -> Any:
+def core() -> Any:
+    """The native module."""
     if CORE.module is None:
         raise RuntimeError(CORE.reason)
     return CORE.module
 
 
+def dtype_number(dtype: torch.dtype) -> int:
+    """The core's number of an element type."""
+    return _DTYPES[dtype]
+
+
 def _dense(tensor: Tensor) -> Any:
-    return _core().DenseArray(data=tensor.data_ptr(), dtype=_DTYPES[tensor.dtype])
+    return core().DenseArray(data=tensor.data_ptr(), dtype=dtype_number(tensor.dtype))
 
 
-def _stored(stored: Stored, rule: QuantizationRule) -> Any:
+def stored_array(stored: Stored, rule: QuantizationRule) -> Any:
+    """The core's view of quantised tensors."""
     values, scales, zeros = stored
-    return _core().QuantArray(
+    return core().QuantArray(
         format=_FORMATS[rule.format],
         block_size=rule.block_size,
         values=values.data_ptr(),
@@ -48,11 +64,11 @@ def _stored(stored: Stored, rule: QuantizationRule) -> Any:
 
 
 def _rounding(seed: int | None, first_block: int) -> Any:
-    return _core().Rounding(stochastic=seed is not None, seed=seed or 0, first_block=first_block)
+    return core().Rounding(stochastic=seed is not None, seed=seed or 0, first_block=first_block)
 
 
 def _signs(bits: Tensor, scales: Tensor, rule: SignRule, count: int) -> Any:
-    return _core().SignArray(
+    return core().SignArray(
         block_size=rule.block_size or -(-max(count, 1) // _GROUP) * _GROUP,
         root_mean_square=rule.scale == "rms",
         bits=bits.data_ptr(),
@@ -64,8 +80,8 @@ def quantize(
     source: Tensor, target: Stored, *, rule: QuantizationRule, seed: int | None = None, first_block: int = 0
 ) -> None:
     """`torch_ops.quantize.quantize`, on all threads."""
-    _core().quantize(
-        _dense(source), source.numel(), _stored(target, rule), _rounding(seed, first_block), get_num_threads()
+    core().quantize(
+        _dense(source), source.numel(), stored_array(target, rule), _rounding(seed, first_block), get_num_threads()
     )
 
 
@@ -73,8 +89,8 @@ def dequantize_reduce(
     sources: Sequence[Stored], target: Tensor, *, rules: Sequence[QuantizationRule], factor: float = 1.0
 ) -> None:
     """`torch_ops.quantize.dequantize_reduce`, in one pass over memory."""
-    arrays = [_stored(stored, rule) for stored, rule in zip(sources, rules, strict=True)]
-    _core().dequantize_reduce(arrays, factor, target.numel(), _dense(target), get_num_threads())
+    arrays = [stored_array(stored, rule) for stored, rule in zip(sources, rules, strict=True)]
+    core().dequantize_reduce(arrays, factor, target.numel(), _dense(target), get_num_threads())
 
 
 def reduce_quantized(
@@ -89,18 +105,18 @@ def reduce_quantized(
     first_block: int = 0,
 ) -> None:
     """`torch_ops.quantize.reduce_quantized`, in one pass over memory; no float32 array is made."""
-    arrays = [_stored(stored, each) for stored, each in zip(sources, rules, strict=True)]
+    arrays = [stored_array(stored, each) for stored, each in zip(sources, rules, strict=True)]
     rounding = _rounding(seed, first_block)
-    _core().reduce_quantized(arrays, factor, count, _stored(target, rule), rounding, get_num_threads())
+    core().reduce_quantized(arrays, factor, count, stored_array(target, rule), rounding, get_num_threads())
 
 
 def pack_signs(source: Tensor, bits: Tensor, scales: Tensor, *, rule: SignRule) -> None:
     """`torch_ops.quantize.pack_signs`, on all threads."""
     count = source.numel()
-    _core().pack_signs(_dense(source), count, _signs(bits, scales, rule, count), get_num_threads())
+    core().pack_signs(_dense(source), count, _signs(bits, scales, rule, count), get_num_threads())
 
 
 def unpack_signs(bits: Tensor, scales: Tensor, target: Tensor, *, rule: SignRule) -> None:
     """`torch_ops.quantize.unpack_signs`, on all threads."""
     count = target.numel()
-    _core().unpack_signs(_signs(bits, scales, rule, count), count, _dense(target), get_num_threads())
+    core().unpack_signs(_signs(bits, scales, rule, count), count, _dense(target), get_num_threads())

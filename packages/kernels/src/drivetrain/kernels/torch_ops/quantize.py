@@ -27,7 +27,7 @@ from torch import Tensor
 from drivetrain.kernels.quantize_rules import QuantizationRule, SignRule
 from drivetrain.kernels.torch_ops.counter_random import random_bits
 
-__all__ = ["dequantize_reduce", "pack_signs", "quantize", "reduce_quantized", "unpack_signs"]
+__all__ = ["dequantize_reduce", "pack_signs", "quantize", "reduce_quantized", "unpack", "unpack_signs"]
 
 Stored = tuple[Tensor, Tensor, Tensor | None]
 """Values, scales and zeros (None when symmetric)."""
@@ -141,10 +141,14 @@ def quantize(
     values.copy_(_pack(codes.flatten()[:count], rule.layout.bits))
 
 
+def unpack(values: Tensor, rule: QuantizationRule, count: int) -> Tensor:
+    """The numbers that `count` packed codes stand for before scaling, float32."""
+    return _values(_unpack(values, rule.layout.bits, count), rule)
+
+
 def _dequantized(stored: Stored, rule: QuantizationRule, count: int) -> Tensor:
     values, scales, zeros = stored
-    codes = _blocks(_unpack(values, rule.layout.bits, count), min(rule.block_size, count))
-    x = _values(codes, rule) * scales[:, None]
+    x = _blocks(unpack(values, rule, count), min(rule.block_size, count)) * scales[:, None]
     if zeros is not None:
         x = x + zeros[:, None]
     return x.flatten()[:count]
