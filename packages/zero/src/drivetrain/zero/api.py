@@ -9,7 +9,8 @@
 
 The rooms, from small to large: `layout` (who owns what, pure), `bucket` (storage), `unit` (buckets of one block),
 `grouping` (which parameters form a unit), `exchange` and `reducer` (gradients), `order` and `residency` (parameters),
-`hooks` (where all of it meets autograd), `guard` (what else programs do to a module), `optimizer`.
+`hooks` (where all of it meets autograd), `guard` (what else programs do to a module), `optimizer`. For models that fit
+on no rank: `build` (`Init`, over `construction` and `split`) and `values` (what buckets are filled from).
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ class Construction(TorchFunctionMode):
                 f"rank {self._ranks.shard.world.rank}: a backward pass while modules are built under Init; leave the "
                 "context and call shard(module, mesh, policy) first"
             )
-        sets_data, copies = func == _SET_DATA, func is torch.Tensor.clone and _copies_a_parameter(sys._getframe(1))
+        sets_data = func == _SET_DATA and isinstance(args[0], nn.Parameter)
+        copies = func is torch.Tensor.clone and _copies_a_parameter(sys._getframe(1))
         with _unseen():
             if func in _ALLOCATIONS:
                 self._make_room()

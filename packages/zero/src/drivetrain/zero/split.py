@@ -24,9 +24,10 @@ class SplitParameter:
 def cut(flat: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A copy of this rank's part of ``flat`` [numel], which is the same on all ranks."""
     length = -(-flat.numel() // axis.size)
-    piece = torch.zeros(length, dtype=flat.dtype, device=axis.device)
+    piece = torch.empty(length, dtype=flat.dtype, device=axis.device)
     own = flat[axis.rank * length : (axis.rank + 1) * length]
     piece[: own.numel()].copy_(own)
+    piece[own.numel() :].zero_()
     return piece
 
 
