@@ -131,7 +131,7 @@ def _check_operands(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, act
 def quantized_linear(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, *, activations: Activations = "native"
 ) -> Tensor:
-    """`x @ W.T + bias`: x [.., in_features] in float32, bfloat16 or float16; the result [.., out_features] in its dtype.
+    """`x @ W.T + bias`: x [.., in_features] in float32, bfloat16 or float16, and [.., out_features] in the same.
 
     `activations`: "native" multiplies x as it is, with float32 sums; "int8" rounds each block of a token (the weight's
     block size) to int8 with a scale of its own first, and sums integers, which is faster where the CPU multiplies bytes
@@ -251,7 +251,7 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         scales, zeros = self.scales, self.zeros
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._weight = None
         if self.scales.dtype != torch.float32:  # a change of dtype is for what is computed with, not for these
             self.scales = scales.to(self.values.device)
