@@ -168,11 +168,16 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Folders that one pytest runs, by a Python of its own or the session's."""
+    """Folders that one pytest runs, by a Python of its own or the session's.
+
+    `parallel`: its tests use one core each, so one process per core runs them. A package says so in its pyproject.toml
+    (`tool.drivetrain.parallel-tests`); tests that start ranks fill the cores themselves.
+    """
 
     name: str
     folders: list[Path]
     python: str = "python"
+    parallel: bool = False
 
 
 def run_pytest(session: nox.Session, suites: Sequence[Suite], arguments: Sequence[str]) -> None:
@@ -186,9 +191,12 @@ def run_pytest(session: nox.Session, suites: Sequence[Suite], arguments: Sequenc
         # 5: nothing collected, which is an answer when the caller selects tests and a fault otherwise.
         accepted = [0, 5] if arguments else [0]
         options = ["-q", "--continue-on-collection-errors", f"--junitxml={report}"]
+        if suite.parallel:
+            options += ["--numprocesses", "logical", "--dist", "worksteal"]
         pytest = [suite.python, "-m", "pytest", *options, *map(str, suite.folders), *arguments]
+        environment = {"OMP_NUM_THREADS": "1"} if suite.parallel else {}
         try:
-            done = session.run(*pytest, success_codes=accepted, external=suite.python != "python")
+            done = session.run(*pytest, env=environment, success_codes=accepted, external=suite.python != "python")
             if done is None:
                 return  # nox --install-only
             complete = True
@@ -209,9 +217,19 @@ def run_pytest(session: nox.Session, suites: Sequence[Suite], arguments: Sequenc
         session.error(f"failed: {', '.join(broken)}")
 
 
+def tests_in_parallel(name: str) -> bool:
+    settings = load_toml(PACKAGES[name] / "pyproject.toml").get("tool", {}).get("drivetrain", {})
+    return bool(settings.get("parallel-tests", False))
+
+
 def package_suites(names: Sequence[str], python: str = "python", suffix: str = "") -> list[Suite]:
     return [
-        Suite(name=name + suffix, folders=[PACKAGES[name] / "tests"], python=python)
+        Suite(
+            name=name + suffix,
+            folders=[PACKAGES[name] / "tests"],
+            python=python,
+            parallel=tests_in_parallel(name),
+        )
         for name in names
         if any(PACKAGES[name].glob("tests/**/test_*.py"))
     ]
