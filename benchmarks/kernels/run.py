@@ -9,6 +9,9 @@ Bandwidth is what limits these steps. "of stream" is the time of a plain in-plac
 the step must read and write at least, over the time of the step: 1.0 means that the step moves memory as fast as the
 machine does.
 
+DeepSpeed's CPU Adam takes part where it is installed (peers.txt) and its op compiles, which it does at first use and
+takes minutes; TORCH_EXTENSIONS_DIR, if set, keeps the result for the next run.
+
     python benchmarks/kernels/run.py [--elements 50e6] [--rounds 15] [--threads N] [--only CASE ...] [--json FILE]
     python benchmarks/kernels/run.py products ...    products with quantised weights: see quantized_matmul.py
 """
@@ -16,12 +19,15 @@ machine does.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -79,6 +85,26 @@ def parameters(elements: int) -> list[torch.nn.Parameter]:
     return params
 
 
+def deepspeed_adam(params: list[torch.nn.Parameter], **settings: Any) -> torch.optim.Optimizer | None:
+    """The peer with its op compiled, for AdamW; None, after a sentence, where it can't be had."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("MAX_JOBS", "2")
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # its op brings an OpenMP of its own, which reads this
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:
+        place = tempfile.mkdtemp(prefix="drivetrain-bench-")
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        os.environ["TORCH_EXTENSIONS_DIR"] = place
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(params, adamw_mode=True, **settings)
+        optimizer.step()
+    except Exception as error:
+        print(f"DeepSpeed's CPU Adam is left out: {type(error).__name__}: {str(error).splitlines()[0]}")
+        return None
+    return optimizer
+
+
 def step_case(elements: int) -> Case:
     """The optimizer step alone, float32: parameter and moments read and written, gradient read: 28 bytes per
     element."""
@@ -89,6 +115,19 @@ def step_case(elements: int) -> Case:
     ]
     contestants = [Contestant(name=name, run=peer.step, bytes_moved=28 * elements) for name, peer in peers]
     return Case(title="AdamW step, float32", contestants=contestants)
+
+
+def deepspeed_case(elements: int) -> Case:
+    """The same beside DeepSpeed's CPU Adam; a case of its own, and the last, as its op starts threads of its own."""
+    peers = [
+        ("DeepSpeed CPU Adam", deepspeed_adam(parameters(elements), lr=1e-3, weight_decay=0.01)),
+        ("torch AdamW fused", torch.optim.AdamW(parameters(elements), weight_decay=0.01, fused=True)),
+        ("CpuAdam", CpuAdam(parameters(elements), weight_decay=0.01)),
+    ]
+    contestants = [
+        Contestant(name=name, run=peer.step, bytes_moved=28 * elements) for name, peer in peers if peer is not None
+    ]
+    return Case(title="AdamW step, float32, beside DeepSpeed", contestants=contestants)
 
 
 def low_state_case(elements: int) -> Case:
@@ -299,6 +338,7 @@ CASES: Mapping[str, Callable[[int], Case]] = MappingProxyType(
         "adagrad": adagrad_case,
         "lion": lion_case,
         "lamb": lamb_case,
+        "deepspeed": deepspeed_case,
     }
 )
 
