@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def nobody(mine: bytes) -> list[bytes]:
         ({"rank": 2, "size": 2}, "expected a rank below size, which is at least 2; found 2, 2"),
         ({"rank": 0, "size": 1}, "expected a rank below size, which is at least 2; found 0, 1"),
         ({"rank": 0, "size": 2, "slots": 1}, "at least 2 slots"),
-        ({"rank": 0, "size": 2, "slot_bytes": 100}, "found 4 of 100 bytes for 2 ranks"),
+        ({"rank": 0, "size": 2, "slot_bytes": 100}, "found 8 of 100 bytes for 2 ranks"),
         ({"rank": 0, "size": 65, "slot_bytes": 4096}, "at least 64 per rank"),
     ],
 )
@@ -316,7 +317,11 @@ def dropping(rank: int, size: int) -> None:
     last = torch.ones(50_000)
     group.all_reduce(last).wait()
     assert last.unique().tolist() == [2.0]
-    assert len(group._works) == 0
+    assert group._under_way == []
+    alive = weakref.ref(group)
+    group.all_reduce(last)
+    del group
+    assert alive() is None  # which ended the call; on the other rank too, if it had not completed
 
 
 def test_dropped_works_complete() -> None:
