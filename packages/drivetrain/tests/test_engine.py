@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from drivetrain.engine import LoadParts, StepRecord, initialize
 from drivetrain.engine.lr import WarmupLR
 from drivetrain_testkit import relative_error, run_ranks
+from drivetrain_testkit.transports import TRANSPORTS, refusal, setting
 
 MICRO, ACCUMULATION, RANKS, STEPS = 3, 2, 2, 6
 
@@ -325,3 +326,14 @@ def _muon(rank: int, ranks: int) -> None:
 
 def test_muon_in_a_file() -> None:
     run_ranks(_muon, 2)
+
+
+def carrier(rank: int, world_size: int) -> str:
+    return initialize(Regressor(), config()).mesh.axis("shard").carrier
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_of_one_host_share_memory_unless_told_otherwise(transport: str) -> None:
+    if refusal(transport):
+        pytest.skip(refusal(transport))
+    assert run_ranks(carrier, RANKS, env=setting(transport)) == [transport] * RANKS

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,7 +317,11 @@ def dropping(rank: int, size: int) -> None:
     last = torch.ones(50_000)
     group.all_reduce(last).wait()
     assert last.unique().tolist() == [2.0]
-    assert len(group._works) == 0
+    assert group._under_way == []
+    alive = weakref.ref(group)
+    group.all_reduce(last)
+    del group
+    assert alive() is None  # which ended the call; on the other rank too, if it had not completed
 
 
 def test_dropped_works_complete() -> None:

@@ -6,7 +6,7 @@
 namespace drivetrain {
 namespace {
 
-struct Float32 {
+struct FoldF32 {
     using Type = float;
     static V::Reg load(const float* from) { return V::load(from); }
     static void store(float* to, V::Reg a) { V::store(to, a); }
@@ -14,7 +14,7 @@ struct Float32 {
     static float narrow(float a) { return a; }
 };
 
-struct BFloat16 {
+struct FoldBf16 {
     using Type = std::uint16_t;
     static V::Reg load(const std::uint16_t* from) { return V::bf16_load(from); }
     static void store(std::uint16_t* to, V::Reg a) { V::bf16_store(to, a); }
@@ -22,7 +22,7 @@ struct BFloat16 {
     static std::uint16_t narrow(float a) { return one_f32_to_bf16(a); }
 };
 
-struct Float16 {
+struct FoldF16 {
     using Type = std::uint16_t;
     static V::Reg load(const std::uint16_t* from) { return V::f16_load(from); }
     static void store(std::uint16_t* to, V::Reg a) { V::f16_store(to, a); }
@@ -31,15 +31,15 @@ struct Float16 {
 };
 
 template <FoldOp kOp>
-V::Reg combine(V::Reg a, V::Reg b) {
+V::Reg fold_two(V::Reg a, V::Reg b) {
     if constexpr (kOp == FoldOp::max) return V::maximum(a, b);
     if constexpr (kOp == FoldOp::min) return V::minimum(a, b);
     return V::add(a, b);
 }
 
-// As `combine`, for one element: of two that are equal the second, NaN where one is NaN.
+// As `fold_two`, for one element: of two that are equal the second, NaN where one is NaN.
 template <FoldOp kOp>
-float combine_one(float a, float b) {
+float fold_one(float a, float b) {
     if constexpr (kOp == FoldOp::max) return a > b || a != a ? a : b;
     if constexpr (kOp == FoldOp::min) return a < b || a != a ? a : b;
     return a + b;
@@ -59,7 +59,7 @@ void fold_parts(const void* const* parts, std::size_t count_of_parts, std::size_
         for (std::size_t j = 0; j < kBlockRegs; ++j) total[j] = Element::load(part(0) + i + j * V::width);
         for (std::size_t k = 1; k < count_of_parts; ++k) {
             const Type* from = part(k) + i;
-            for (std::size_t j = 0; j < kBlockRegs; ++j) total[j] = combine<kOp>(total[j], Element::load(from + j * V::width));
+            for (std::size_t j = 0; j < kBlockRegs; ++j) total[j] = fold_two<kOp>(total[j], Element::load(from + j * V::width));
         }
         for (std::size_t j = 0; j < kBlockRegs; ++j) {
             if constexpr (kOp == FoldOp::mean) total[j] = V::div(total[j], V::set(number));
@@ -68,7 +68,7 @@ void fold_parts(const void* const* parts, std::size_t count_of_parts, std::size_
     }
     for (; i < count; ++i) {
         float total = Element::widen(part(0)[i]);
-        for (std::size_t k = 1; k < count_of_parts; ++k) total = combine_one<kOp>(total, Element::widen(part(k)[i]));
+        for (std::size_t k = 1; k < count_of_parts; ++k) total = fold_one<kOp>(total, Element::widen(part(k)[i]));
         if constexpr (kOp == FoldOp::mean) total /= number;
         to[i] = Element::narrow(total);
     }
@@ -84,7 +84,7 @@ void fold_by(FoldOp op, const void* const* parts, std::size_t count_of_parts, st
     }
 }
 
-constexpr FoldKernels kFoldKernels{fold_by<Float32>, fold_by<BFloat16>, fold_by<Float16>};
+constexpr FoldKernels kFoldKernels{fold_by<FoldF32>, fold_by<FoldBf16>, fold_by<FoldF16>};
 
 }  // namespace
 }  // namespace drivetrain

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -119,14 +119,17 @@ class SharedMemoryError(RuntimeError):
     """A call did not complete, or a group could not be made. The group is then of no more use, on any rank."""
 
 
-class SharedMemoryWork:
-    """A call under way. It keeps its tensors alive until it has ended."""
+_UnderWay: TypeAlias = tuple[Any, tuple[Tensor, ...]]  # a call of the core, and the tensors that it works on
 
-    def __init__(self, group: SharedMemoryGroup, native: Any, label: str, tensors: tuple[Tensor, ...]) -> None:
+
+class SharedMemoryWork:
+    """A call under way."""
+
+    def __init__(self, group: SharedMemoryGroup, native: Any, label: str) -> None:
         self._group = group
         self._native = native
         self._label = label
-        self._tensors = tensors
+        self._settled = False
         self.failure: SharedMemoryFailure | None = None  # once `wait` has raised
 
     def done(self) -> bool:
@@ -139,19 +142,19 @@ class SharedMemoryWork:
         Raises SharedMemoryError, and tells more in `failure`, if a peer ended, issued another call, or did nothing for
         as long as the group's timeout.
         """
-        if not self.done():
+        if not self._settled:
             self._group._wait_for(self._native)
-        self._tensors = ()
-        self._group._forget_done()
-        self.failure = self._group._failure(self._native)
+            self.failure = self._group._failure(self._native)
+            self._settled = True
+            self._group._forget_ended()
         if self.failure is not None:
             raise SharedMemoryError(f"{self._label} failed on rank {self._group.rank}: {self.failure}")
 
 
-def _close(native: Any, works: list[SharedMemoryWork]) -> None:
-    """Runs when the group is dropped and at exit: `works` keep their tensors alive until nothing is under way."""
+def _close(native: Any, under_way: list[_UnderWay]) -> None:
+    """Runs when the group is dropped and at exit: tensors stay alive until nothing touches them any more."""
     native.close()
-    works.clear()
+    under_way.clear()
 
 
 class SharedMemoryGroup:
@@ -195,9 +198,9 @@ class SharedMemoryGroup:
         self.size = size
         self._timeout = timeout
         self._owner = os.getpid()
-        self._works: list[SharedMemoryWork] = []
+        self._under_way: list[_UnderWay] = []
         self._native = _connected(rank, exchange, slot_bytes, slots)
-        self._finalizer = weakref.finalize(self, _close, self._native, self._works)
+        self._finalizer = weakref.finalize(self, _close, self._native, self._under_way)
 
     @staticmethod
     def folds(dtype: torch.dtype) -> bool:
@@ -285,13 +288,12 @@ class SharedMemoryGroup:
             op=_OPS.index(op) if op else 0,
             root=root,
         )
-        self._forget_done()
-        work = SharedMemoryWork(self, native, label, (output, input))
-        self._works.append(work)
-        return work
+        self._forget_ended()
+        self._under_way.append((native, (output, input)))
+        return SharedMemoryWork(self, native, label)
 
-    def _forget_done(self) -> None:
-        self._works[:] = [work for work in self._works if not work.done()]
+    def _forget_ended(self) -> None:
+        self._under_way[:] = [each for each in self._under_way if not each[0].wait(milliseconds=0)]
 
     def _wait_for(self, native: Any) -> None:
         """Block until it has ended, which a wait without progress for too long brings about."""
