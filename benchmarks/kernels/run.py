@@ -304,9 +304,8 @@ def report(case: Case, rounds: int, pause: float) -> list[dict[str, Any]]:
     seconds = measure([*case.contestants, plain], rounds, pause)
     rate = [plain.bytes_moved / value for value in seconds[plain.name]]
     print(f"\n{case.title}")
-    print(
-        f"  {'':28s} {'ms':>7s}  {'speed beside ' + baseline.name:>38s}  {'best':>5s}  {'of stream':>18s}  {'extra MB':>8s}"
-    )
+    beside = "speed beside " + baseline.name
+    print(f"  {'':28s} {'ms':>7s}  {beside:>38s}  {'best':>5s}  {'of stream':>18s}  {'extra MB':>8s}")
     rows = []
     for contestant in case.contestants:
         own = seconds[contestant.name]
