@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 __all__ = ["paged_decode", "ragged_attention", "write_cache"]
 
 _PIECE: Final = 512
-_GATHERED: Final = 1 << 21  # bytes of keys of sequences that are done together
+_GATHERED: Final = 1 << 20  # bytes of keys of sequences that are done together
 _ALIKE: Final = 0.75  # the shortest of them, as part of the longest
 
 
