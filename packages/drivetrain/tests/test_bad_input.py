@@ -1004,7 +1004,9 @@ def a_mesh_of_another_size(rank: int, folder: Path) -> None:
     engine_of(given={"mesh": Mesh.create(init(), shard=3)})
 
 
-@mistake(ValueError, "this version shards over one axis, 'shard'; the mesh also has {'tensor': 2}", of=TOGETHER)
+@mistake(
+    ValueError, "this version trains over the axes 'data' and 'shard'; the mesh also has {'tensor': 2}", of=TOGETHER
+)
 def a_mesh_with_an_axis_that_is_not_used(rank: int, folder: Path) -> None:
     engine_of(given={"mesh": Mesh.create(init(), tensor=2)})
 

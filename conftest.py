@@ -1,0 +1,9 @@
+"""Settings of all tests."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# A busy machine is slow, and slowness is not a fault: no example fails for the time that it takes.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
