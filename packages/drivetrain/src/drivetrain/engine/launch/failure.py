@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 _LOST_PEER = (
+    "will not do its part: its process has ended",
+    "will not do its part: it gave up on a call",
+    "will not do its part: it closed the group",
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -36,7 +39,7 @@ _LOST_PEER = (
     "connection was likely closed",
     "application timeout caused pair closure",
 )
-"""Fragments, in lower case, of the messages by which gloo, NCCL and the store report that another rank is gone."""
+"""Fragments, in lower case, of the messages by which shared memory, gloo, NCCL and the store report that another rank is gone."""
 
 _FAULT_LINES = 40
 _NOT_OF_THE_SCRIPT = ("<frozen runpy>", "launch/bootstrap.py", "Extension modules:")
