@@ -1,4 +1,4 @@
-"""Products with quantised weights: float64 as oracle, and equal bits of instruction sets, threads, batches and layouts."""
+"""Products with quantised weights: float64 as oracle, and equal bits of instruction sets, threads and layouts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ CASES = [
     (QuantizationRule(format="fp8_e5m2", block_size=544), 544),
     (QuantizationRule(format="fp6_e3m2", block_size=48), 144),
 ]
-every_case = pytest.mark.parametrize(("rule", "columns"), CASES, ids=lambda c: str(c) if isinstance(c, int) else c.format)
+every_case = pytest.mark.parametrize(
+    ("rule", "columns"), CASES, ids=lambda c: str(c) if isinstance(c, int) else c.format
+)
 
 
 @pytest.fixture(params=instruction_sets() or ["torch"])
@@ -58,7 +61,8 @@ def _random(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _weight(rows: int, columns: int, rule: QuantizationRule, *, prepare: bool = True) -> QuantizedWeight:
+@cache
+def _weight(rows: int, columns: int, rule: QuantizationRule, prepare: bool = True) -> QuantizedWeight:
     return quantize_weight(_random(rows, columns) * 0.1 + 0.02, rule, prepare=prepare)
 
 
@@ -105,16 +109,22 @@ def test_native_is_the_product_with_the_dequantised_weight(
         assert bool(((found.double() - expected).abs() <= slack + 1e-7).all()), (rows, tokens)
 
 
+@cache
+def _int8_case(
+    rows: int, tokens: int, columns: int, rule: QuantizationRule, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    bias, x = _random(rows, seed=3).to(dtype), _random(tokens, columns, seed=2).to(dtype)
+    return x, bias, _reference(x, _weight(rows, columns, rule), bias, "int8")
+
+
 @every_case
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_activations_give_the_bits_of_the_reference(
     isa: str, rule: QuantizationRule, columns: int, dtype: torch.dtype
 ) -> None:
     for rows, tokens in ((1, 1), (5, 7), (70, 37)):
-        weight, bias = _weight(rows, columns, rule), _random(rows, seed=3).to(dtype)
-        x = _random(tokens, columns, seed=2).to(dtype)
-        found = quantized_linear(x, weight, bias, activations="int8")
-        expected = _reference(x, weight, bias, "int8")
+        x, bias, expected = _int8_case(rows, tokens, columns, rule, dtype)
+        found = quantized_linear(x, _weight(rows, columns, rule), bias, activations="int8")
         if _is_integer(rule):
             assert torch.equal(found, expected), (rows, tokens)
         else:
@@ -140,7 +150,8 @@ def test_bits_depend_on_neither_threads_nor_tokens_nor_layout(
     isa: str, rule: QuantizationRule, columns: int, activations: reference.Activations
 ) -> None:
     x = _random(19, columns, seed=2)
-    weight, bare = _weight(150, columns, rule), _weight(150, columns, rule, prepare=False)
+    bare = _weight(150, columns, rule, prepare=False)
+    weight = QuantizedWeight(quantized=bare.quantized, out_features=150, in_features=columns)  # prepared here and now
     set_num_threads(1)
     whole = quantized_linear(x, weight, activations=activations)
     for threads in (1, 3):
@@ -155,7 +166,9 @@ def test_bits_depend_on_neither_threads_nor_tokens_nor_layout(
 
 @pytest.mark.skipif(not instruction_sets(), reason="the native core is not built")
 @every_case
-@pytest.mark.parametrize(("dtype", "activations"), [(torch.bfloat16, "native"), (torch.float16, "native"), (torch.float32, "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "activations"), [(torch.bfloat16, "native"), (torch.float16, "native"), (torch.float32, "int8")]
+)
 def test_instruction_sets_agree_to_the_bit(
     rule: QuantizationRule, columns: int, dtype: torch.dtype, activations: reference.Activations
 ) -> None:
@@ -182,9 +195,7 @@ def test_instruction_sets_agree_to_the_bit(
     wide=st.booleans(),
     prepare=st.booleans(),
 )
-def test_any_shape(
-    rows: int, block: int, blocks: int, tokens: int, symmetric: bool, wide: bool, prepare: bool
-) -> None:
+def test_any_shape(rows: int, block: int, blocks: int, tokens: int, symmetric: bool, wide: bool, prepare: bool) -> None:
     rule = QuantizationRule(format="int8" if wide else "int4", block_size=16 * block, symmetric=symmetric)
     weight = _weight(rows, 16 * block * blocks, rule, prepare=prepare)
     x = _random(tokens, weight.in_features, seed=2)
@@ -246,7 +257,9 @@ def test_operands_may_lie_anywhere(isa: str) -> None:
 
 def test_wrong_operands_are_refused_in_words() -> None:
     rule = QuantizationRule(format="int4", block_size=32)
-    with pytest.raises(ValueError, match=r"in_features=80 isn't a multiple of block_size=32; use for example block_size=16"):
+    with pytest.raises(
+        ValueError, match=r"in_features=80 isn't a multiple of block_size=32; use for example block_size=16"
+    ):
         quantize_weight(torch.zeros(4, 80), rule)
     with pytest.raises(ValueError, match=r"rows must be a multiple of 16 long"):
         QuantizedLinear(10, 4, rule)
@@ -281,7 +294,9 @@ def _linear(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
     return linear
 
 
-@pytest.mark.parametrize("rule", [QuantizationRule(format="int4", block_size=32, symmetric=False), CASES[-1][0]], ids=str)
+@pytest.mark.parametrize(
+    "rule", [QuantizationRule(format="int4", block_size=32, symmetric=False), CASES[-1][0]], ids=str
+)
 def test_the_layer_is_the_function(rule: QuantizationRule) -> None:
     linear, x = _linear(), _random(2, 5, 96, seed=2)
     layer = QuantizedLinear.from_linear(linear, rule, activations="int8")
@@ -324,7 +339,9 @@ def test_the_layer_keeps_its_scales_through_a_change_of_dtype() -> None:
 
 def test_a_state_dict_of_another_rule_is_refused() -> None:
     state = QuantizedLinear.from_linear(_linear(), QuantizationRule(format="fp8_e4m3", block_size=96)).state_dict()
-    with pytest.raises(ValueError, match=r"rule_numbers: the state_dict was made with .*\[2, 96, 1\], this layer with \[0, 96, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"rule_numbers: the state_dict was made with .*\[2, 96, 1\], this layer with \[0, 96, 1\]"
+    ):
         QuantizedLinear(96, 20, QuantizationRule(format="int8", block_size=96)).load_state_dict(state)
 
 
