@@ -49,7 +49,7 @@ def _check_rule(owner: str, in_features: int, rule: QuantizationRule) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """A weight [out_features, in_features]: `quantized` holds its rows one after another, each a whole number of blocks.
+    """A weight [out_features, in_features]: `quantized` holds its rows one after another, of a whole number of blocks.
 
     `prepare`: whether the host keeps a second copy of the codes in the order that its inner loops read. That takes the
     bytes once more and is faster where weights come from cache; results are the same. The tensors must not be written
