@@ -7,8 +7,8 @@ an accident. Contestants take turns, and a ratio is taken within a round (see ru
 With one token such a product is as fast as the weight is read. "of floor" is the time of a plain sum over as many bytes
 as the contestant's weights have, scales included, over its own time.
 
-Peers: `torch._weight_int8pack_mm` (one scale per row), `torch._weight_int4pack_mm_for_cpu` (groups), and dense
-linear layers in bfloat16.
+Peers: `torch._weight_int8pack_mm` (one scale per row), `torch._weight_int4pack_mm_for_cpu` (groups), and linear
+layers in bfloat16.
 
     python benchmarks/kernels/run.py products [--threads N] [--tokens 1 16] [--sizes 4096x11008] [--json FILE]
 """

@@ -1,4 +1,4 @@
-"""Products with quantised weights: float64 as oracle; equal bits of instruction sets, threads, batches and layouts."""
+"""Products with quantised weights: float64 as oracle, and equal bits of instruction sets, threads and layouts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def _random(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _weight(rows: int, columns: int, rule: QuantizationRule, *, prepare: bool = True) -> QuantizedWeight:
+@cache
+def _weight(rows: int, columns: int, rule: QuantizationRule, prepare: bool = True) -> QuantizedWeight:
     return quantize_weight(_random(rows, columns) * 0.1 + 0.02, rule, prepare=prepare)
 
 
@@ -107,16 +109,22 @@ def test_native_is_the_product_with_the_dequantised_weight(
         assert bool(((found.double() - expected).abs() <= slack + 1e-7).all()), (rows, tokens)
 
 
+@cache
+def _int8_case(
+    rows: int, tokens: int, columns: int, rule: QuantizationRule, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    bias, x = _random(rows, seed=3).to(dtype), _random(tokens, columns, seed=2).to(dtype)
+    return x, bias, _reference(x, _weight(rows, columns, rule), bias, "int8")
+
+
 @every_case
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int8_activations_give_the_bits_of_the_reference(
     isa: str, rule: QuantizationRule, columns: int, dtype: torch.dtype
 ) -> None:
     for rows, tokens in ((1, 1), (5, 7), (70, 37)):
-        weight, bias = _weight(rows, columns, rule), _random(rows, seed=3).to(dtype)
-        x = _random(tokens, columns, seed=2).to(dtype)
-        found = quantized_linear(x, weight, bias, activations="int8")
-        expected = _reference(x, weight, bias, "int8")
+        x, bias, expected = _int8_case(rows, tokens, columns, rule, dtype)
+        found = quantized_linear(x, _weight(rows, columns, rule), bias, activations="int8")
         if _is_integer(rule):
             assert torch.equal(found, expected), (rows, tokens)
         else:
@@ -142,7 +150,8 @@ def test_bits_depend_on_neither_threads_nor_tokens_nor_layout(
     isa: str, rule: QuantizationRule, columns: int, activations: reference.Activations
 ) -> None:
     x = _random(19, columns, seed=2)
-    weight, bare = _weight(150, columns, rule), _weight(150, columns, rule, prepare=False)
+    bare = _weight(150, columns, rule, prepare=False)
+    weight = QuantizedWeight(quantized=bare.quantized, out_features=150, in_features=columns)  # prepared here and now
     set_num_threads(1)
     whole = quantized_linear(x, weight, activations=activations)
     for threads in (1, 3):

@@ -13,7 +13,8 @@
 namespace drivetrain {
 namespace {
 
-constexpr std::size_t kPiecePanels = 4;   // panels that a thread takes at a time
+constexpr std::size_t kPiecePanels = 4;   // panels that are worked on at a time
+constexpr std::size_t kTurns = 8;         // about how many pieces a thread takes
 constexpr std::size_t kTokenBlock = 128;  // tokens whose sums are kept at a time
 constexpr std::size_t kBatchRun = 1024;   // about how many elements of a row stay in cache while all tokens pass over them
 constexpr std::size_t kManyTokens = 8;    // from which on loops for many tokens are worth their while
@@ -221,6 +222,7 @@ public:
             const std::size_t place = (panel * shape_.blocks + block) * kPanel;
             run.words = static_cast<const std::uint32_t*>(weight_.values) + (panel * shape_.row_words + first_word) * kPanel;
             run.panel_words = shape_.row_words * kPanel;
+            run.words_left = product_.integer ? shape_.row_words - first_word : 0;
             run.scales = weight_.scales + place;
             run.zeros = weight_.zeros != nullptr ? weight_.zeros + place : nullptr;
             run.panel_scales = shape_.blocks * kPanel;
@@ -255,51 +257,55 @@ private:
     alignas(64) float expanded_[kSegment * kPanel];
 };
 
-// Some panels times a block of tokens.
+// A few panels at a time, times a block of tokens.
 class Piece {
 public:
-    Piece(const Product& product, const Tokens& tokens, std::size_t first_panel)
-        : product_(product), tokens_(tokens), first_(first_panel), count_(std::min(kPiecePanels, product.shape.panels - first_panel)), panels_(product) {}
+    Piece(const Product& product, const Tokens& tokens, const DenseArray& bias, const DenseArray& y)
+        : product_(product), tokens_(tokens), bias_(bias), y_(y), panels_(product) {}
 
-    void run(std::size_t first_token, std::size_t tokens, const DenseArray& bias, const DenseArray& y) {
+    void run(std::size_t first_panel, std::size_t first_token, std::size_t tokens) {
         const Shape& shape = product_.shape;
+        const std::size_t count = std::min(kPiecePanels, shape.panels - first_panel), elements = panels_.run_elements(tokens);
         std::fill_n(sums_, tokens * kWidth, 0.0f);
-        const std::size_t elements = panels_.run_elements(tokens);
         for (std::size_t segment = 0, segments = 0; segment < shape.segments; segment += segments) {
             segments = shape.run(segment, elements);
-            for (std::size_t panel = 0; panel < count_; panel += panels_.at_once()) multiply(panel, first_token, tokens, segment, segments);
+            for (std::size_t panel = 0; panel < count; panel += panels_.at_once()) {
+                ProductRun run{};
+                const std::size_t some = std::min(panels_.at_once(), count - panel);
+                panels_.load(run, first_panel + panel, some, segment, segments);
+                tokens_.describe(run, first_token, segment);
+                run.segments = segments;
+                run.length = shape.length(segment);
+                run.sums = sums_ + panel * kPanel;
+                run.sum_stride = kWidth;
+                tokens_.loop()(run, some, tokens);
+            }
         }
-        for (std::size_t token = 0; token < tokens; ++token) write(first_token + token, sums_ + token * kWidth, bias, y);
+        write(first_panel * kPanel, std::min(count * kPanel, product_.weight.out - first_panel * kPanel), first_token, tokens);
     }
 
 private:
     static constexpr std::size_t kWidth = kPiecePanels * kPanel;
 
-    void multiply(std::size_t panel, std::size_t first_token, std::size_t tokens, std::size_t segment, std::size_t segments) {
-        const std::size_t count = std::min(panels_.at_once(), count_ - panel);
-        ProductRun run{};
-        panels_.load(run, first_ + panel, count, segment, segments);
-        tokens_.describe(run, first_token, segment);
-        run.segments = segments;
-        run.length = product_.shape.length(segment);
-        run.sums = sums_ + panel * kPanel;
-        run.sum_stride = kWidth;
-        tokens_.loop()(run, count, tokens);
-    }
-
-    void write(std::size_t token, float* sums, const DenseArray& bias, const DenseArray& y) const {
-        const std::size_t out = product_.weight.out, row = first_ * kPanel, rows = std::min(count_ * kPanel, out - row);
-        if (bias.data != nullptr) {
-            float added[kWidth];
-            convert(product_.table, static_cast<const char*>(bias.data) + row * size_of(bias.dtype), bias.dtype, added, Dtype::f32, rows);
-            for (std::size_t i = 0; i < rows; ++i) sums[i] += added[i];
+    // Rows [row, row + rows) of y for some tokens.
+    void write(std::size_t row, std::size_t rows, std::size_t first_token, std::size_t tokens) {
+        float added[kWidth] = {};
+        if (bias_.data != nullptr) {
+            convert(product_.table, static_cast<const char*>(bias_.data) + row * size_of(bias_.dtype), bias_.dtype, added, Dtype::f32, rows);
         }
-        convert(product_.table, sums, Dtype::f32, static_cast<char*>(y.data) + (token * out + row) * size_of(y.dtype), y.dtype, rows);
+        char* to = static_cast<char*>(y_.data) + (first_token * product_.weight.out + row) * size_of(y_.dtype);
+        for (std::size_t token = 0; token < tokens; ++token, to += product_.weight.out * size_of(y_.dtype)) {
+            float* sums = sums_ + token * kWidth;
+            if (bias_.data != nullptr) {
+                for (std::size_t i = 0; i < rows; ++i) sums[i] += added[i];
+            }
+            convert(product_.table, sums, Dtype::f32, to, y_.dtype, rows);
+        }
     }
 
     const Product& product_;
     const Tokens& tokens_;
-    std::size_t first_, count_;
+    const DenseArray &bias_, &y_;
     Panels panels_;
     alignas(64) float sums_[kTokenBlock * kWidth];
 };
@@ -327,9 +333,16 @@ void quantized_matmul(const DenseArray& x, std::size_t tokens, const QuantizedWe
     const std::size_t bytes = product.shape.row_words * sizeof(std::uint32_t) * weight.out;
     if (bytes * (1 + tokens / 4) < kWorthThreads) threads = 1;
     const Tokens prepared(x, tokens, product, activations, threads);
-    Pool::shared().run(divided_up(product.shape.panels, kPiecePanels), threads, [&](std::size_t index) {
-        Piece piece(product, prepared, index * kPiecePanels);
-        for (std::size_t token = 0; token < tokens; token += kTokenBlock) piece.run(token, std::min(kTokenBlock, tokens - token), bias, y);
+    // A thread takes neighbours, so that what it reads ahead is its own, but little enough that all end together.
+    const std::size_t groups = divided_up(product.shape.panels, kPiecePanels);
+    const std::size_t each = std::max<std::size_t>(1, groups / (static_cast<std::size_t>(threads) * kTurns));
+    Pool::shared().run(divided_up(groups, each), threads, [&](std::size_t index) {
+        Piece piece(product, prepared, bias, y);
+        for (std::size_t group = index * each; group < std::min(groups, (index + 1) * each); ++group) {
+            for (std::size_t token = 0; token < tokens; token += kTokenBlock) {
+                piece.run(group * kPiecePanels, token, std::min(kTokenBlock, tokens - token));
+            }
+        }
     });
 }
 

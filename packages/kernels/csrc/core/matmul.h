@@ -4,9 +4,9 @@
 // unpacking it must cost less than reading it; with many tokens unpacking must be spread over them.
 // Idea: matmul_kernels.h: rows are the lanes of vectors. A weight may be kept in that order ("panels", made once by `prepare_weight`); one
 // in the order of quantize.h is brought into it piece by piece in cache, with the same result.
-// Invariants: a token's result depends on its activations and the weight alone: not on the other tokens, the number of threads or whether
-// the weight was prepared. int8 activations with int8 and int4 codes, and 16-bit activations with these codes, give the same bits on
-// all instruction sets.
+// Invariants: a token's result depends on neither the number of threads nor on whether the weight was prepared. int8 activations with int8 and
+// int4 codes give the same bits on all instruction sets; native ones of 16 bits do too, with any codes, and don't depend on the
+// other tokens, but for bfloat16 where matrix instructions multiply many tokens (matmul_amx.cpp).
 #pragma once
 
 #include <cstddef>

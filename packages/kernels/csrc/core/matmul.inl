@@ -60,6 +60,35 @@ void add_scaled(const ProductRun& run, std::size_t segment, const V::Reg (&sums)
     }
 }
 
+template <int kPanels>
+inline void load_words(const ProductRun& run, std::size_t word, V::Words (&words)[kPanels * kVectors]) {
+    for (int i = 0; i < kPanels * kVectors; ++i) {
+        words[i] = V::load_words(run.words + static_cast<std::size_t>(i / kVectors) * run.panel_words + word * kPanel +
+                                 static_cast<std::size_t>(i % kVectors * V::lanes));
+    }
+}
+
+// The processor guesses what comes next within a page only, and rows of panels may be shorter than that: so it is told. After its
+// last word a panel goes on in the one that is `kPanels` further on, when the next ones have their turn.
+template <int kPanels>
+inline void read_ahead(const ProductRun& run, std::size_t word) {
+    constexpr std::size_t kAhead = 16;  // words: one kibibyte
+    if (run.words_left == 0) return;
+    const std::size_t jump = word + kAhead < run.words_left ? 0 : (kPanels - 1) * run.panel_words;
+    for (int panel = 0; panel < kPanels; ++panel) {
+        __builtin_prefetch(run.words + static_cast<std::size_t>(panel) * run.panel_words + (word + kAhead) * kPanel + jump);
+    }
+}
+
+template <int kPanels>
+inline void read_scales_ahead(const ProductRun& run, std::size_t segment) {
+    if (run.words_left == 0) return;
+    for (std::size_t panel = kPanels; panel < 2 * kPanels; ++panel) {
+        __builtin_prefetch(run.scales + panel * run.panel_scales + segment * run.scale_step);
+        if (run.zeros != nullptr) __builtin_prefetch(run.zeros + panel * run.panel_scales + segment * run.scale_step);
+    }
+}
+
 // Calls body(segment, sums) for every segment, which writes the sums as float32, and scales and adds them.
 template <int kCenter, int kPanels, int kTokens, typename Body>
 inline void over_segments(const ProductRun& run, const Body& body) {
@@ -69,19 +98,12 @@ inline void over_segments(const ProductRun& run, const Body& body) {
     }
     for (std::size_t segment = 0; segment < run.segments; ++segment) {
         V::Reg sums[kTokens][kPanels * kVectors];
+        read_scales_ahead<kPanels>(run, segment);
         body(segment, sums);
         add_scaled<kCenter, kPanels, kTokens>(run, segment, sums, totals);
     }
     for (int t = 0; t < kTokens; ++t) {
         for (int i = 0; i < kPanels * kVectors; ++i) V::store(run.sums + t * run.sum_stride + static_cast<std::size_t>(i * V::lanes), totals[t][i]);
-    }
-}
-
-template <int kPanels>
-inline void load_words(const ProductRun& run, std::size_t word, V::Words (&words)[kPanels * kVectors]) {
-    for (int i = 0; i < kPanels * kVectors; ++i) {
-        words[i] = V::load_words(run.words + static_cast<std::size_t>(i / kVectors) * run.panel_words + word * kPanel +
-                                 static_cast<std::size_t>(i % kVectors * V::lanes));
     }
 }
 
@@ -108,6 +130,7 @@ void float_tile(const ProductRun& run) {
         for (std::size_t word = 0; word < words_each; ++word, x += kPerWord) {
             V::Words words[kPanels * kVectors];
             load_words<kPanels>(run, first + word, words);
+            read_ahead<kPanels>(run, first + word);
             add_products<kCodes, kPanels, kTokens, 0>(x, run.x_stride, words, sums);
             if constexpr (kPerWord >= 4) {
                 add_products<kCodes, kPanels, kTokens, 1>(x, run.x_stride, words, sums);

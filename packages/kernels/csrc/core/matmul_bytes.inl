@@ -19,6 +19,7 @@ void byte_tile(const ProductRun& run) {
         for (std::size_t word = 0; word < words_each; ++word) {
             V::Words words[kPanels * kVectors];
             load_words<kPanels>(run, first + word, words);
+            read_ahead<kPanels>(run, first + word);
             for (std::size_t half = 0; half < kHalves; ++half, x += 4) {
                 typename V::Bytes bytes[kPanels * kVectors];
                 for (int i = 0; i < kPanels * kVectors; ++i) {

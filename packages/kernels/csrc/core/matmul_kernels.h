@@ -28,6 +28,7 @@ struct ProductRun {
     Codes codes;
     const std::uint32_t* words;  // of the first panel, at the first segment; the next panel's lie `panel_words` further on
     std::size_t panel_words;
+    std::size_t words_left;  // of a row from `words` to its end, where the next panel's begin; 0 where there is nothing to read ahead
     const float* scales;  // [kPanel] per segment; the next panel's lie `panel_scales` further on
     const float* zeros;   // likewise, or null
     std::size_t panel_scales;

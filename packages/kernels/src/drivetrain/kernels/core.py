@@ -67,8 +67,9 @@ def instruction_sets() -> tuple[str, ...]:
 def choose_instruction_set(name: str) -> None:
     """Use `name` (one of `instruction_sets()`) from now on.
 
-    All of them give the same bits; this is for tests and for a CPU that lists an instruction set that doesn't work. The
-    environment variable DRIVETRAIN_INSTRUCTION_SET does the same from the start.
+    All of them give the same bits (products with quantised weights may differ in the last ones); this is for tests and
+    for a CPU that lists an instruction set that doesn't work. The environment variable DRIVETRAIN_INSTRUCTION_SET does
+    the same from the start.
     """
     if CORE.module is None:
         raise RuntimeError(f"no instruction set to choose: {CORE.reason}")

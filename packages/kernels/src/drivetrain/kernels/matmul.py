@@ -1,12 +1,13 @@
-"""Products with quantised weights, for inference: `quantize_weight`, `quantized_linear`, the layer `QuantizedLinear`.
+"""Products with quantised weights, for inference: `quantize_weight`, `quantized_linear` and a layer, `QuantizedLinear`.
 
 Problem: with one token at a time a linear layer is as fast as its weight is read, so a weight of 8 or 4 bits is up to
 2 or 4 times as fast as a bfloat16 one, if unpacking keeps up with memory.
 Idea: a weight [out, in] is a `Quantized` of its rows one after another, in blocks that do not cross rows, which is what
 every device reads. The host's inner loops want rows interleaved: a weight is brought into that order when it is first
 used, and kept so beside the original (`prepare`), or else in cache, each time.
-Invariants: a token's result depends on neither the other tokens, the number of threads nor `prepare`; arithmetic is
-defined in `torch_ops.matmul`.
+Invariants: a token's result depends on neither the number of threads nor `prepare`, nor on the other tokens (but for
+bfloat16 activations on CPUs with AMX, whose last bits change where 8 tokens or more are multiplied at once). Arithmetic
+is defined in `torch_ops.matmul`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _check_rule(owner: str, in_features: int, rule: QuantizationRule) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """A weight [out_features, in_features]: `quantized` holds row after row, a whole number of blocks each.
+    """A weight [out_features, in_features]: `quantized` holds its rows one after another, of a whole number of blocks.
 
     `prepare`: whether the host keeps a second copy of the codes in the order that its inner loops read. That takes the
     bytes once more and is faster where weights come from cache; results are the same. The tensors must not be written
@@ -131,7 +132,7 @@ def _check_operands(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, act
 def quantized_linear(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, *, activations: Activations = "native"
 ) -> Tensor:
-    """`x @ W.T + bias`: x [.., in_features] in float32, bfloat16 or float16, and [.., out_features] in the same.
+    """`x @ W.T + bias`: x [..., in_features] in float32, bfloat16 or float16, the result [..., out_features] like x.
 
     `activations`: "native" multiplies x as it is, with float32 sums; "int8" rounds each block of a token (the weight's
     block size) to int8 with a scale of its own first, and sums integers, which is faster where the CPU multiplies bytes

@@ -39,8 +39,8 @@ _LOST_PEER = (
     "connection was likely closed",
     "application timeout caused pair closure",
 )
-"""Fragments, in lower case, of the messages by which shared memory, gloo, NCCL and the store report that another rank is
-gone."""
+"""Fragments, in lower case, of the messages by which shared memory, gloo, NCCL and the store report that another rank
+is gone."""
 
 _FAULT_LINES = 40
 _NOT_OF_THE_SCRIPT = ("<frozen runpy>", "launch/bootstrap.py", "Extension modules:")
