@@ -185,9 +185,7 @@ HALF: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}},
-    "adagrad": {"optimizer": {"type": "Adagrad", "params": {"lr": 0.02}}},
     "lamb": {"optimizer": {"type": "Lamb", "params": {"lr": 0.02}}},
-    "lion": {"optimizer": {"type": "Lion", "params": {"lr": 0.002}}},
     "sgd": {"optimizer": {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}}},
 }
 
