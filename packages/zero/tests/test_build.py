@@ -510,6 +510,10 @@ class Tied(nn.Module):
         self.nothing = nn.Parameter(torch.empty(0))
 
 
+EVERYTHING = ["embed", "parts.0.inner", "parts.0", "parts.1.inner", "parts.1", "parts.2.inner", "parts.2", "norm"]
+"""Modules of `Tied` that are initialised, in this order, if nothing has values: the tied head is, by the embedding."""
+
+
 def fill(module: nn.Module) -> None:
     """What a library's own initialisation does."""
     if isinstance(module, Part):
@@ -564,9 +568,6 @@ def _streams(rank: int, world_size: int) -> None:
         same(sharded, reference)
 
 
-EVERYTHING = ["embed", "parts.0.inner", "parts.0", "parts.1.inner", "parts.1", "parts.2.inner", "parts.2", "norm"]
-
-
 def test_values_stream_into_shards_and_what_is_absent_is_initialised() -> None:
     run_ranks(_streams, 2)
 
@@ -585,7 +586,9 @@ def _misfits(rank: int, world_size: int) -> None:
         lambda: shard(model, mesh, SPLIT, values=Source(bad)),
         lambda: shard(nn.Linear(1, 1), mesh, SPLIT, values=Source({"weight": torch.zeros(1, 1)})),
         lambda: shard(model, mesh, SPLIT, values=Source(tensors)),
-        lambda: shard(model, mesh, SPLIT, values=Source(tensors if rank else {**tensors, "x": torch.zeros(1)}), **FILL),
+        lambda: shard(
+            model, mesh, SPLIT, values=Source(tensors if rank else {**tensors, "x": torch.zeros(1)}), initialize=fill
+        ),
         lambda: shard(model, mesh, SPLIT, values=Source(tensors), initialize=lambda module: None),
     )
     missing = "'parts.1.gain', 'norm.weight', 'parts.0.frequencies', 'parts.1.frequencies', 'parts.2.frequencies'"
@@ -601,9 +604,6 @@ def _misfits(rank: int, world_size: int) -> None:
     )
     for text, beginning in zip(problems, wanted, strict=True):
         assert text.startswith(beginning), text
-
-
-FILL = {"initialize": fill}
 
 
 def test_a_source_that_does_not_fit_is_told_in_one_error_on_all_ranks() -> None:
