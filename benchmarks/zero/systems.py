@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from transformer import SHAPES, Decoder
+from turns import Turns
 
 Step = Callable[[torch.Tensor, torch.Tensor], float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one run does."""
+    """What one system does: `warmup` steps, and `steps` that are measured, each when it is this system's turn."""
 
     system: str
     size: str
@@ -41,23 +42,25 @@ class Measured:
     loss: float
 
 
-def run(rank: int, world_size: int, work: Work) -> Measured:
-    """Train ``work.steps`` steps and measure each."""
+def run(rank: int, world_size: int, work: Work, port: int) -> Measured:
+    """Train and measure each step; ``port`` is where turns are called."""
     torch.manual_seed(0)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     step = SYSTEMS[work.system](work, device)
     vocabulary = SHAPES[work.size].vocabulary
     generator = torch.Generator().manual_seed(rank)
     seconds, loss = [], 0.0
+    turns = Turns(port, work.system, rank)
     for index in range(work.warmup + work.steps):
         tokens = torch.randint(0, vocabulary, (work.batch, work.length + 1), generator=generator).to(device)
-        dist.barrier()
-        began = time.perf_counter()
-        loss = step(tokens[:, :-1], tokens[:, 1:])
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if index >= work.warmup:
-            seconds.append(time.perf_counter() - began)
+        with turns.turn(index):
+            dist.barrier()
+            began = time.perf_counter()
+            loss = step(tokens[:, :-1], tokens[:, 1:])
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if index >= work.warmup:
+                seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else _peak_resident()
     return Measured(seconds=seconds, peak_bytes=peak, loss=loss)
 

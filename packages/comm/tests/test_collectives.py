@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from functools import lru_cache
 
 import pytest
 import torch
@@ -35,8 +36,9 @@ DTYPES = (*FLOATS, torch.int64, torch.int8, torch.bool, torch.complex64)
 LENGTHS = (0, 1, 5, 123, 8192, 8193, 300_001)
 
 
+@lru_cache(maxsize=64)
 def made(length: int, dtype: torch.dtype, rank: int, seed: int = 0) -> torch.Tensor:
-    """What ``rank`` contributes. Any rank can compute it."""
+    """What ``rank`` contributes. Any rank can compute it; nobody may write into it."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     values = torch.randn(length, generator=generator, dtype=torch.float64) * 50
     return values > 0 if dtype is torch.bool else values.to(dtype)
@@ -83,7 +85,7 @@ def check_all(rank: int, world_size: int, transport: str) -> None:
 
 def check_gather(axis: Axis, dtype: torch.dtype, length: int) -> None:
     expected = torch.cat([made(length, dtype, r) for r in range(axis.size)])
-    shard, output = made(length, dtype, axis.rank), torch.empty(axis.size * length, dtype=dtype)
+    shard, output = made(length, dtype, axis.rank).clone(), torch.empty(axis.size * length, dtype=dtype)
     all_gather(output, shard, axis).wait()
     same(output, expected, "all_gather", dtype, length)
     same(shard, made(length, dtype, axis.rank), "all_gather changed its input")
@@ -123,7 +125,7 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype, length: int) -> None:
 
 def check_broadcast(axis: Axis, dtype: torch.dtype, length: int) -> None:
     for src in {0, axis.size - 1}:
-        tensor = made(length, dtype, axis.rank)
+        tensor = made(length, dtype, axis.rank).clone()
         broadcast(tensor, axis, src=src).wait()
         same(tensor, made(length, dtype, src), "broadcast", dtype, length, src)
 

@@ -39,6 +39,12 @@ def start(folder: Path, *arguments: str, body: str, prefix: tuple[str, ...] = ()
     )
 
 
+def disposed(signal_name: str, disposition: str) -> tuple[str, ...]:
+    """A prefix of a command, which then starts with that signal ignored (SIG_IGN), as under nohup, or not (SIG_DFL)."""
+    change = f"signal.signal(signal.{signal_name}, signal.{disposition})"
+    return sys.executable, "-c", f"import os, signal, sys; {change}; os.execv(sys.argv[1], sys.argv[1:])"
+
+
 @contextlib.contextmanager
 def ended(launcher: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
     """A launcher that does not outlive its test."""
@@ -94,7 +100,8 @@ def test_ctrl_c_ends_ranks_that_will_not_and_what_they_started(tmp_path: Path) -
         "    print('interrupted', rank, flush=True)\n"
         "    raise\n"
     )
-    with ended(start(tmp_path, "--nproc", "2", "--grace", "1", body=body)) as launcher:
+    prefix = disposed("SIGINT", "SIG_DFL")  # shells start what runs in the background with it ignored
+    with ended(start(tmp_path, "--nproc", "2", "--grace", "1", body=body, prefix=prefix)) as launcher:
         pids = [pid_in(tmp_path / name) for name in ("child0", "child1", "rank0", "rank1")]
         launcher.send_signal(signal.SIGINT)
         out, err = launcher.communicate(timeout=PATIENCE)
@@ -132,9 +139,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
 
 def test_a_job_under_nohup_survives_its_terminal(tmp_path: Path) -> None:
     body = "note('rank', os.getpid())\nwhile not Path('go').exists():\n    time.sleep(0.02)\nprint('done')\n"
-    # As nohup does it: the signal is ignored from the start on.
-    ignore = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
-    with ended(start(tmp_path, body=body, prefix=(sys.executable, "-c", ignore))) as launcher:
+    with ended(start(tmp_path, body=body, prefix=disposed("SIGHUP", "SIG_IGN"))) as launcher:
         pid_in(tmp_path / "rank")
         launcher.send_signal(signal.SIGHUP)
         (tmp_path / "go").touch()

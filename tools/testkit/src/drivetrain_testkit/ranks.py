@@ -45,6 +45,11 @@ PRELOAD = (
     "torch.distributed.device_mesh",
     "torch._dynamo",  # imported lazily by the first torch optimizer: a second and a half in every rank
     "pytest",
+    # Not all are installed where one package is tested alone; the fork server leaves out what it cannot import.
+    "drivetrain.kernels",
+    "drivetrain.comm",
+    "drivetrain.zero",
+    "drivetrain.engine.engine",
     "drivetrain_testkit.rank_process",
 )
 
