@@ -7,6 +7,7 @@ pinned in `ci/constraints-cpu.txt`; where there is one, pip's own choice.
     nox                                    tests and lint
     nox -s demo [-- --device cuda]         train a language model with ZeRO, resume it, let it write
     nox -s tests [-- comm zero --device cpu -k mesh]
+    nox -s thorough [-- zero]              the tests of large tables of which `tests` takes a part
     nox -s lowest [-- comm]                tests with every dependency at its lower bound
     nox -s sanitizers [-- thread]          the C++ tests under address, undefined and thread sanitizers
     nox -s lint | types | docs
@@ -39,6 +40,7 @@ PROJECT = load_toml(ROOT / "pyproject.toml")
 NATIVE = {name: folder for name, folder in PACKAGES.items() if (folder / "build_native.py").exists()}
 DEVICES = ("cpu", "cuda")
 SANITIZERS = ("address", "undefined", "thread")
+EVERY_CHANGE = ("not cuda and not thorough", "not thorough")  # the tests where there is no GPU, and where there is
 
 nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["tests", "lint"]
@@ -180,20 +182,23 @@ class Suite:
     parallel: bool = False
 
 
-def run_pytest(session: nox.Session, suites: Sequence[Suite], arguments: Sequence[str]) -> None:
-    """Runs one pytest after another, all of them whatever fails, and closes with a table and a line of totals."""
+def run_pytest(session: nox.Session, suites: Sequence[Suite], marker: str, arguments: Sequence[str]) -> None:
+    """Runs one pytest after another, all of them whatever fails, and closes with a table and a line of totals.
+
+    ``marker``: which tests, in pytest's words; what it selects may be nothing in a suite if it asks for a kind of test.
+    """
     reports = session.cache_dir / "reports"  # not create_tmp: it would make the tests' own temporary paths long
     reports.mkdir(exist_ok=True)
     outcomes: list[Outcome] = []
     for suite in suites:
         report = reports / f"{suite.name}.xml"
         report.unlink(missing_ok=True)
-        # 5: nothing collected, which is an answer when the caller selects tests and a fault otherwise.
-        accepted = [0, 5] if arguments else [0]
+        # 5: nothing collected, which is an answer when someone selects tests and a fault otherwise.
+        accepted = [0] if marker in EVERY_CHANGE and not arguments else [0, 5]
         options = ["-q", "--continue-on-collection-errors", f"--junitxml={report}"]
         if suite.parallel:
             options += ["--numprocesses", "logical", "--dist", "worksteal"]
-        pytest = [suite.python, "-m", "pytest", *options, *map(str, suite.folders), *arguments]
+        pytest = [suite.python, "-m", "pytest", *options, *map(str, suite.folders), "-m", marker, *arguments]
         environment = {"OMP_NUM_THREADS": "1"} if suite.parallel else {}
         try:
             done = session.run(*pytest, env=environment, success_codes=accepted, external=suite.python != "python")
@@ -215,6 +220,10 @@ def run_pytest(session: nox.Session, suites: Sequence[Suite], arguments: Sequenc
     broken = [outcome.name for outcome in outcomes if not outcome.complete or outcome.failed]
     if broken:
         session.error(f"failed: {', '.join(broken)}")
+
+
+def every_change() -> str:
+    return EVERY_CHANGE[gpu_present()]
 
 
 def tests_in_parallel(name: str) -> bool:
@@ -249,18 +258,23 @@ def tests(session: nox.Session) -> None:
     """Build and install every package and run its tests. `-- NAME... --device cpu|cuda PYTEST-ARGUMENTS`"""
     names, arguments = leading_names(session)
     device = take_option(session, arguments, "--device", DEVICES)
-    markers = []
-    if device == "cpu" or (device is None and not gpu_present()):
-        markers = ["-m", "not cuda"]
-    elif device == "cuda":
-        markers = ["-m", "cuda"]
+    marker = {"cpu": EVERY_CHANGE[0], "cuda": "cuda", None: every_change()}[device]
     wanted = names or list(PACKAGES)
     install(session, with_siblings(wanted) if names else wanted, *group("test"), *group("lint"), tools=TOOLS)
     suites = package_suites(wanted) + ([] if names else other_suites())
     if not suites:
         session.error("there are no tests here")
-    selected = bool(arguments) or device == "cuda"
-    run_pytest(session, suites, [*markers, *arguments] if selected else markers)
+    run_pytest(session, suites, marker, arguments)
+
+
+@nox.session
+def thorough(session: nox.Session) -> None:
+    """The tests of large tables of which `tests` takes a part; half an hour. `-- NAME... PYTEST-ARGUMENTS`"""
+    names, arguments = leading_names(session)
+    wanted = names or list(PACKAGES)
+    install(session, with_siblings(wanted), *group("test"), *group("lint"), tools=TOOLS)
+    marker = "thorough" if gpu_present() else "thorough and not cuda"
+    run_pytest(session, package_suites(wanted), marker, arguments)
 
 
 def lower_bounds(names: Sequence[str]) -> dict[str, str]:
@@ -284,7 +298,7 @@ def lowest(session: nox.Session) -> None:
     file = session.cache_dir / "lowest.txt"
     file.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pins.items())), encoding="utf-8")
     install(session, wanted, *group("test"), tools=TOOLS, constrain=["-c", str(file)])
-    run_pytest(session, package_suites(names or list(PACKAGES)), arguments)
+    run_pytest(session, package_suites(names or list(PACKAGES)), every_change(), arguments)
 
 
 @nox.session
@@ -417,7 +431,7 @@ def torches(session: nox.Session) -> None:
             with session.chdir(empty):
                 session.run(python, "-I", checker, "installed", distribution_of(name), str(folder), external=True)
             suites += package_suites([name], python, f"-{wanted}")
-    run_pytest(session, suites, [] if gpu_present() else ["-m", "not cuda"])
+    run_pytest(session, suites, every_change(), [])
 
 
 # ---------------------------------------------------------------------------------------------- docs, benches, release
