@@ -7,8 +7,9 @@ an accident. Contestants take turns, and a ratio is taken within a round (see ru
 With one token such a product is as fast as the weight is read. "of floor" is the time of a plain sum over as many bytes
 as the contestant's weights have, scales included, over its own time.
 
-Peers: `torch._weight_int8pack_mm` (one scale per row), `torch._weight_int4pack_mm_for_cpu` (groups), and linear
-layers in bfloat16.
+Peers: `torch._weight_int8pack_mm` (one scale per row), `torch._weight_int4pack_mm_for_cpu` (groups), linear layers in
+bfloat16 and, where its wheel is installed, llama.cpp (q8_0 and q4_0; it turns x into int8 as well). That wheel has one
+instruction set; `--instruction-set` makes ours the same.
 
     python benchmarks/kernels/run.py products [--threads N] [--tokens 1 16] [--sizes 4096x11008] [--json FILE]
 """
@@ -25,11 +26,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import torch
 from run import Case, Contestant, measure, quartiles
 from torch import Tensor
 
-from drivetrain.kernels import QuantizationRule, QuantizedWeight, available, quantize_weight, quantized_linear
+from drivetrain.kernels import (
+    QuantizationRule,
+    QuantizedWeight,
+    available,
+    choose_instruction_set,
+    quantize_weight,
+    quantized_linear,
+)
 
 SIZES = ["576x1536", "1536x576", "49152x576", "4096x11008", "11008x4096"]  # SmolLM2-135M, Llama-7B: out x in
 
@@ -97,6 +106,7 @@ def int8_case(problem: Problem, dense: Tensor, x: Tensor) -> Case:
             ours(problem, "ours, bfloat16 x", rule, low, "native", dense),
             ours(problem, "ours, float32 x", rule, x, "native", dense),
             ours(problem, "ours, int8 activations", rule, low, "int8", dense),
+            *llama(problem, "q8_0", dense, x),
             dense_bf16(problem, dense, low),
         ],
     )
@@ -122,9 +132,20 @@ def int4_case(problem: Problem, dense: Tensor, x: Tensor) -> Case:
             ours(problem, "ours, bfloat16 x", rule, low, "native", dense),
             ours(problem, "ours, float32 x", rule, x, "native", dense),
             ours(problem, "ours, int8 activations", rule, low, "int8", dense),
+            *llama(problem, "q4_0", dense, x),
             dense_bf16(problem, dense, low),
         ],
     )
+
+
+def llama(problem: Problem, kind: str, dense: Tensor, x: Tensor) -> list[Contestant]:
+    """llama.cpp's products, if its wheel is here."""
+    library = llama_cpp.find()
+    if library is None:
+        return []
+    products = llama_cpp.Products(library, dense, x, kind, problem.copies, torch.get_num_threads())
+    name = f"llama.cpp {kind} ({products.layout})"
+    return [Contestant(name=name, run=products.run, bytes_moved=products.bytes_each * problem.copies)]
 
 
 def dense_bf16(problem: Problem, dense: Tensor, x: Tensor) -> Contestant:
@@ -177,12 +198,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--megabytes", type=int, default=128, help="of int8 codes in all copies of a weight")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=None, help="for torch and the native core alike")
+    parser.add_argument("--instruction-set", default=None, help="of the native core; by default the best there is")
     parser.add_argument("--pause", type=float, default=0.02, help="seconds before each timing")
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    if options.instruction_set is not None:
+        choose_instruction_set(options.instruction_set)
+    library = llama_cpp.find()
     status = next(entry for entry in available() if entry.op == "quantized_matmul" and entry.device == "cpu")
     machine = {
         "torch": torch.__version__,
@@ -192,6 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
         "megabytes": options.megabytes,
         "rounds": options.rounds,
         "implementation": status.implementation,
+        "llama.cpp": "not installed" if library is None else f"built for {llama_cpp.instruction_set(library)}",
         "load_average_before": os.getloadavg()[0],
     }
     for key, value in machine.items():

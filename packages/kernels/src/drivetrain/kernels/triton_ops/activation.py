@@ -18,8 +18,9 @@ from drivetrain.kernels.torch_ops import activation as torch_activation
 from drivetrain.kernels.torch_ops.activation import Approximation, drop_threshold
 from drivetrain.kernels.torch_ops.autograd import apply
 from drivetrain.kernels.triton_ops.counter_random import random_bits, signed_keys
-from drivetrain.kernels.triton_ops.launching import as_rows, on_device, processors, tile_of, warps_for
+from drivetrain.kernels.triton_ops.devices import processors
 from drivetrain.kernels.triton_ops.partial_sums import sum_partials
+from drivetrain.kernels.triton_ops.tiles import as_rows, tile_of, warps_for
 
 __all__ = ["bias_dropout_residual", "bias_gelu", "geglu", "swiglu"]
 
@@ -246,7 +247,7 @@ def _glu(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     first, second = _flat_or_rows(gate, up)
     rows, columns = first.shape
     tile, block = tile_of(columns, elements=_TILE, block=_TILE)
-    with on_device(gate):
+    with torch.cuda.device_of(gate):
         glu_kernel[(triton.cdiv(rows, tile) * triton.cdiv(columns, block),)](
             first,
             second,
@@ -268,7 +269,7 @@ def _glu_backward(grad: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Te
     sources = _flat_or_rows(grad, gate, up, dgate, dup)
     rows, columns = sources[0].shape
     tile, block = tile_of(columns, elements=_TILE, block=_TILE)
-    with on_device(grad):
+    with torch.cuda.device_of(grad):
         glu_backward_kernel[(triton.cdiv(rows, tile) * triton.cdiv(columns, block),)](
             *sources,
             rows,
@@ -310,7 +311,7 @@ def _stripes(x: Tensor) -> tuple[int, int, tuple[int, int]]:
     rows, columns = x.shape
     tile, block = tile_of(columns, elements=_TILE, block=_STRIPE)
     blocks = triton.cdiv(columns, block)
-    programs = max(1, processors(x) * _PROGRAMS // blocks)
+    programs = max(1, processors(x.device) * _PROGRAMS // blocks)
     return tile, block, (blocks, min(triton.cdiv(rows, tile), programs))
 
 
@@ -319,7 +320,7 @@ def _bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
     rows, columns = x.shape
     y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     tile, block = tile_of(columns, elements=_TILE, block=_TILE)
-    with on_device(x):
+    with torch.cuda.device_of(x):
         bias_gelu_kernel[(triton.cdiv(rows, tile) * triton.cdiv(columns, block),)](
             x,
             bias.contiguous(),
@@ -340,7 +341,7 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tup
     dx = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     tile, block, grid = _stripes(x)
     partials = torch.empty(1, grid[1], columns, dtype=torch.float32, device=x.device)
-    with on_device(x):
+    with torch.cuda.device_of(x):
         bias_gelu_backward_kernel[grid](
             grad,
             x,
@@ -385,7 +386,7 @@ def _dropout(x: Tensor, bias: Tensor | None, residual: Tensor, *, p: float, seed
     rows, columns = x.shape
     y = torch.empty(rows, columns, dtype=residual.dtype, device=x.device)
     tile, block = tile_of(columns, elements=_TILE, block=_TILE)
-    with on_device(x):
+    with torch.cuda.device_of(x):
         dropout_kernel[(triton.cdiv(rows, tile) * triton.cdiv(columns, block),)](
             x,
             None if bias is None else bias.contiguous(),
@@ -416,7 +417,7 @@ def _dropout_backward(
     partials = None
     if bias_dtype is not None:
         partials = torch.empty(1, grid[1], columns, dtype=torch.float32, device=grad.device)
-    with on_device(grad):
+    with torch.cuda.device_of(grad):
         dropout_backward_kernel[grid](
             grad,
             dx,

@@ -8,7 +8,6 @@ A row that has seen nothing yet, or nothing but -inf, has top -inf, total 0 and 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 __all__ = [
     "LOG2E",
     "absorb",
-    "device_of",
     "dot",
     "dot_rows",
     "finish",
@@ -119,8 +117,3 @@ def precision(tensor: Tensor) -> str:
     if torch.version.hip is None and torch.cuda.get_device_capability(tensor.device) >= (8, 0):
         return "tf32x3"
     return "ieee"
-
-
-def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes the GPU of `tensor` the current one, on which Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

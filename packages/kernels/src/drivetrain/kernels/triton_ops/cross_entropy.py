@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from drivetrain.kernels.torch_ops import cross_entropy as torch_cross_entropy
 from drivetrain.kernels.torch_ops.autograd import apply
 from drivetrain.kernels.torch_ops.chunked_loss import LossRule, Reduction, chunked_loss, reduce_losses, token_share
-from drivetrain.kernels.triton_ops.launching import as_rows, on_device, power_of_two, warps_for
+from drivetrain.kernels.triton_ops.tiles import as_rows, power_of_two, warps_for
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -133,7 +133,7 @@ def _losses(
     rows, vocabulary = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(power_of_two(vocabulary), _BLOCK)
-    with on_device(logits):
+    with torch.cuda.device_of(logits):
         cross_entropy_kernel[(rows,)](
             logits,
             labels,
@@ -160,7 +160,7 @@ def _backward(logits: Tensor, labels: Tensor, log_totals: Tensor, factors: Tenso
     rows, vocabulary = logits.shape
     out = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
     block = min(power_of_two(vocabulary), _BLOCK)
-    with on_device(logits):
+    with torch.cuda.device_of(logits):
         cross_entropy_backward_kernel[(rows, triton.cdiv(vocabulary, block))](
             logits,
             labels,

@@ -26,7 +26,6 @@ from torch.autograd.function import once_differentiable
 from .attention_steps import (
     LOG2E,
     absorb,
-    device_of,
     dot,
     dot_rows,
     finish,
@@ -380,7 +379,7 @@ def _forward_launch(
     lse = torch.empty((shape.batch, shape.rows, shape.heads, shape.length), dtype=torch.float32, device=q.device)
     tiles = forward_tiles(shape.size, q.dtype)
     if q.numel():
-        with device_of(q):
+        with torch.cuda.device_of(q):
             _forward[(shape.slices * triton.cdiv(shape.length, tiles.queries),)](
                 *operands,
                 q if mask_bias is None else mask_bias,
@@ -431,7 +430,7 @@ def _backward_launch(
     compiled = shape.compiled(tiles) | {"HAS_MASK": mask_bias is not None}
     has_pair = pair_bias is not None
     down, across = triton.cdiv(shape.length, tiles.queries), triton.cdiv(shape.length, tiles.keys)
-    with device_of(q):
+    with torch.cuda.device_of(q):
         _backward_q[(shape.slices * down,)](
             q, k, v, *biases, out, lse, do, dq, delta, *sizes, HAS_PAIR=has_pair, **compiled
         )

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from drivetrain.kernels.quantize_rules import QuantizationRule
 from drivetrain.kernels.triton_ops.codes import decode, format_of, load_codes
+from drivetrain.kernels.triton_ops.devices import DTYPES, float32_products, processors
 from drivetrain.kernels.triton_ops.quantize import quantize, spread
-from drivetrain.kernels.triton_ops.support import DTYPES, float32_products, processors
 
 __all__ = ["quantized_matmul"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drivetrain.kernels.rules import Coefficients, NewtonSchulzForm
 from drivetrain.kernels.torch_ops import muon as reference
-from drivetrain.kernels.triton_ops.support import DTYPES, float32_products, serves
+from drivetrain.kernels.triton_ops.devices import DTYPES, float32_products, serves
 
 __all__ = ["orthogonalize"]
 

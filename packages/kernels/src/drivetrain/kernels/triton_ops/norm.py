@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain.kernels.torch_ops import norm as torch_norm
 from drivetrain.kernels.torch_ops.autograd import apply
-from drivetrain.kernels.triton_ops.launching import as_rows, on_device, processors, tile_of, warps_for
+from drivetrain.kernels.triton_ops.devices import processors
 from drivetrain.kernels.triton_ops.partial_sums import sum_partials
+from drivetrain.kernels.triton_ops.tiles import as_rows, tile_of, warps_for
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -291,7 +292,7 @@ def _normalise(
     weight = weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     tensors = (x, residual, weight, bias, y, total, mean, rstd)
-    with on_device(x):
+    with torch.cuda.device_of(x):
         if hidden <= _LONGEST:
             tile, block = tile_of(hidden, elements=_SHORT, block=_LONGEST)
             norm_kernel[(triton.cdiv(rows, tile),)](
@@ -338,7 +339,7 @@ def _backward(
     long = hidden > _LONGEST
     tile, block = (_GROUP, _BLOCK // 2) if long else tile_of(hidden, elements=_SHORT, block=_LONGEST)
     warps = warps_for(tile * block)
-    programs = min(triton.cdiv(rows, tile), processors(h) * max(1, _WARPS // warps))
+    programs = min(triton.cdiv(rows, tile), processors(h.device) * max(1, _WARPS // warps))
     make = torch.zeros if long else torch.empty
     partials = make(sums, programs, hidden, dtype=torch.float32, device=h.device) if sums else None
     arguments: tuple[Any, ...] = (
@@ -360,7 +361,7 @@ def _backward(
         tile,
         block,
     )
-    with on_device(h):
+    with torch.cuda.device_of(h):
         if long:
             norm_long_backward_kernel[(programs,)](*arguments, num_warps=warps)
         else:

@@ -12,7 +12,6 @@ graphs.
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Final, NamedTuple
 
 import torch
@@ -20,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_steps import LOG2E, absorb, device_of, dot_rows, finish, load_tile, padded, precision, store_tile
+from .attention_steps import LOG2E, absorb, dot_rows, finish, load_tile, padded, precision, store_tile
+from .devices import processors
 
 __all__ = ["paged_decode", "ragged_attention", "write_cache"]
 
@@ -355,12 +355,6 @@ def choose_tiles(group: int, head_dim: int, dtype: torch.dtype, tokens_per_seque
     return Tiles(heads, rows, positions, warps=8 if rows * wide >= 128 * 128 else 4, stages=2 if rows > 16 else 3)
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a typical number for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 108
-
-
 def choose_splits(programs: int, tokens: int, processors: int) -> int:
     """Into how many parts contexts of up to `tokens` are split so that `programs` times as many fill the GPU."""
     room = max(1, tokens // _SPLIT_TOKENS)
@@ -392,13 +386,13 @@ def _launch(
     if splits is None:
         room = block_tables.shape[1] * block_size
         room = room if queries.window is None else min(room, queries.window + positions_per_tile)
-        splits = choose_splits(grid[0] * grid[1], room, _processors(q.device))
+        splits = choose_splits(grid[0] * grid[1], room, processors(q.device))
     parts, lse = out, out
     if splits > 1:
         parts = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
         lse = torch.full((splits, tokens, heads), -math.inf, dtype=torch.float32, device=q.device)
     capped = queries.softcap is not None
-    with device_of(q):
+    with torch.cuda.device_of(q):
         _attend[(*grid, splits)](
             q,
             *caches,
@@ -491,7 +485,7 @@ def write_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     if tokens == 0:
         return
     block_h = min(triton.next_power_of_2(kv_heads), max(1, 4096 // padded(size)))
-    with device_of(key):
+    with torch.cuda.device_of(key):
         _write[(tokens, triton.cdiv(kv_heads, block_h))](
             key,
             value,

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drivetrain.kernels.triton_ops.launching import on_device
-
 __all__ = ["sum_partials"]
 
 
@@ -33,7 +31,7 @@ def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(sums, columns, dtype=dtype, device=partials.device)
     block = 64
     if partials.numel():
-        with on_device(partials):
+        with torch.cuda.device_of(partials):
             sum_partials_kernel[(triton.cdiv(columns, block), sums)](
                 partials, out, programs, columns, ROWS=32, BLOCK=block, num_warps=4
             )

@@ -34,7 +34,7 @@ from drivetrain.kernels.triton_ops.codes import (
     store_tile,
     uniform,
 )
-from drivetrain.kernels.triton_ops.support import numbers_on
+from drivetrain.kernels.triton_ops.devices import numbers_on
 
 __all__ = ["dequantize_reduce", "pack_signs", "quantize", "reduce_quantized", "spread", "unpack_signs"]
 

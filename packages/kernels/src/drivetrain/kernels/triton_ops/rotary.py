@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain.kernels.torch_ops import rotary as torch_rotary
 from drivetrain.kernels.torch_ops.autograd import apply
-from drivetrain.kernels.triton_ops.launching import on_device, power_of_two, warps_for
+from drivetrain.kernels.triton_ops.tiles import power_of_two, warps_for
 
 __all__ = ["rotary_embedding"]
 
@@ -208,7 +208,7 @@ def _rotate_all(
     width = power_of_two(pairs)
     heads = min(max(1, _TILE // (2 * width)), power_of_two(max(q_heads, k_heads)))
     strides = [stride for tensor in (*sources, *targets) for stride in tensor.stride()[:3]]
-    with on_device(q):
+    with torch.cuda.device_of(q):
         rotary_kernel[(batch * sequence, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads))](
             *sources,
             *targets,

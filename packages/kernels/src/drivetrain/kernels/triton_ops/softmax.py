@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from drivetrain.kernels.torch_ops import softmax as torch_softmax
 from drivetrain.kernels.torch_ops.autograd import apply
-from drivetrain.kernels.triton_ops.launching import as_rows, on_device, tile_of, warps_for
+from drivetrain.kernels.triton_ops.tiles import as_rows, tile_of, warps_for
 
 __all__ = ["masked_softmax"]
 
@@ -250,7 +250,7 @@ def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) ->
     queries, inners, *strides = numbers
     arguments = (x, wide, weights, rows, columns, queries, inners, x.stride(0), *strides, scale)
     flags = {"CAUSAL": causal, "BOOLEAN": mask is not None and mask.dtype == torch.bool}
-    with on_device(scores):
+    with torch.cuda.device_of(scores):
         if columns <= _LONGEST:
             tile, block = tile_of(columns, elements=_TILE, block=_LONGEST)
             softmax_kernel[(triton.cdiv(rows, tile),)](
@@ -266,7 +266,7 @@ def _softmax_backward(grad: Tensor, weights: Tensor, scale: float, dtype: torch.
     g = as_rows(grad)
     rows, columns = g.shape
     out = torch.empty(weights.shape, dtype=dtype, device=weights.device)
-    with on_device(weights):
+    with torch.cuda.device_of(weights):
         if columns <= _LONGEST:
             tile, block = tile_of(columns, elements=_TILE, block=_LONGEST)
             softmax_backward_kernel[(triton.cdiv(rows, tile),)](

@@ -22,7 +22,6 @@ from drivetrain.kernels.sparse_layouts import BlockLists
 from .attention_steps import (
     LOG2E,
     absorb,
-    device_of,
     dot,
     dot_rows,
     finish,
@@ -317,7 +316,7 @@ def _forward_launch(operands: tuple[Tensor, Tensor, Tensor], call: Attention) ->
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=q.device)
     tiles = forward_tiles(call.block, size, q.dtype)
     if q.numel():
-        with device_of(q):
+        with torch.cuda.device_of(q):
             _forward[(batch * heads * (length // tiles.own),)](
                 *operands,
                 q if call.keep is None else call.keep,
@@ -346,7 +345,7 @@ def _backward_launch(
     sizes = (heads, length, call.scale * LOG2E, call.scale)
     tiles = backward_tiles(call.block, size, q.dtype)
     grid = (batch * heads * (length // tiles.own),)
-    with device_of(q):
+    with torch.cuda.device_of(q):
         _backward_q[grid](
             q,
             k,

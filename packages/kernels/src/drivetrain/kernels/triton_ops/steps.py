@@ -34,7 +34,7 @@ from torch import Tensor
 from drivetrain.kernels.columns import Column, Copies, check_column, pick, pick_copies
 from drivetrain.kernels.rules import AdagradRule, AdamRule, LambRule, LionRule, SgdRule
 from drivetrain.kernels.torch_ops import steps as reference
-from drivetrain.kernels.triton_ops.support import DTYPES, numbers_on, send, serves, stream_of
+from drivetrain.kernels.triton_ops.devices import DTYPES, numbers_on, send, serves, stream_of
 
 __all__ = [
     "adagrad_step",

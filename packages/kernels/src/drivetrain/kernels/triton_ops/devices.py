@@ -1,5 +1,4 @@
-"""What the launchers ask before they launch: which tensors the kernels serve, how large the GPU is, and how numbers get
-there."""
+"""What launchers ask of a device: whether kernels run there, how large it is, and how numbers get there."""
 
 from __future__ import annotations
 

@@ -1,34 +1,15 @@
-"""What the launchers share: tensors seen as rows, and the sizes of tiles and grids."""
+"""Tensors seen as rows, and the sizes of the tiles that programs work on."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, Final
+from typing import Final
 
-import torch
 import triton
 from torch import Tensor
 
-__all__ = ["as_rows", "on_device", "power_of_two", "processors", "tile_of", "warps_for"]
+__all__ = ["as_rows", "power_of_two", "tile_of", "warps_for"]
 
 _PER_THREAD: Final = 16  # elements of a tile per thread: two vectors of 16 bytes in a half precision
-_INTERPRETED_PROCESSORS: Final = 2
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Launches inside go to the tensor's device, whichever is current outside."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-@cache
-def _multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
-def processors(tensor: Tensor) -> int:
-    """Number of multiprocessors of the tensor's GPU; two in the interpreter, so that sums over programs are tested."""
-    return _multiprocessors(tensor.device.index) if tensor.is_cuda else _INTERPRETED_PROCESSORS
 
 
 def as_rows(x: Tensor) -> Tensor:
