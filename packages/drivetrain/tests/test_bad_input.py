@@ -290,7 +290,7 @@ def an_optimizer_that_cannot_be_sharded(folder: Path) -> None:
     engine_of(given={"optimizer": Rotating}, zero_optimization={"stage": 1})
 
 
-@mistake(ValueError, "SparseAdam takes sparse gradients, and gradients are reduced as dense ones; use AdamW")
+@mistake(ValueError, "SparseAdam takes sparse gradients, and an optimizer is given dense ones here; use AdamW")
 def an_optimizer_of_sparse_gradients(folder: Path) -> None:
     engine_of(given={"optimizer": lambda parameters: torch.optim.SparseAdam(list(parameters))})
 

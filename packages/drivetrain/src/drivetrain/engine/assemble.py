@@ -140,6 +140,7 @@ def zero_policy(config: Config, mesh: Mesh) -> Policy:
         leaf=_leaf_rule(zero),
         gather_rule=INT8_WEIGHTS if zero.zero_quantized_weights else None,
         reduce_rule=INT4_GRADIENTS if zero.zero_quantized_gradients else None,
+        sparse_gradients=config.sparse_gradients,
         error_feedback=_error_feedback(zero),
         node_ranks=_node_ranks(zero, mesh),
         secondary_ranks=zero.zero_hpz_partition_size,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,7 +29,15 @@ from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.build import Init
 from drivetrain.zero.exchange import GradientExchange
 from drivetrain.zero.fetch import ParameterExchange
-from drivetrain.zero.grouping import Group, NamedParameter, group_parameters, named_parameters, split_by_kind
+from drivetrain.zero.grouping import (
+    Group,
+    NamedParameter,
+    group_parameters,
+    named_parameters,
+    row_parameters,
+    set_apart,
+    split_by_kind,
+)
 from drivetrain.zero.guard import Guard
 from drivetrain.zero.hooks import Hooks
 from drivetrain.zero.layout import fill_buckets
@@ -228,7 +236,8 @@ def shard(
     if policy.releases_parameters:
         _check_leaves(module, policy)
     ranks = Ranks.of(mesh, policy)
-    _check_same(module, ranks.everyone)
+    rows = row_parameters(module) if policy.sparse_gradients else frozenset()
+    _check_same(module, rows, ranks.everyone)
     origins = find_values(module, ranks, values, initialize)
     for builder in builders:
         origins.add(builder.take(module))
@@ -244,7 +253,11 @@ def shard(
         leaf=policy.leaf,
     )
     parameters = ParameterExchange(policy, ranks)
-    units = tuple(_make_unit(index, group, policy, ranks, parameters, origins) for index, group in enumerate(groups))
+    plan = _Plan(policy=policy, ranks=ranks, origins=origins, rows=rows)
+    units = tuple(
+        Unit(index, group.name, group.modules, _make_buckets(group, plan), parameters)
+        for index, group in enumerate(groups)
+    )
     buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
     residency = Residency(units, policy)
     reducer = GradientReducer(buckets, GradientExchange(policy, ranks), ranks, overlap=policy.overlap)
@@ -306,10 +319,14 @@ def _check_leaves(module: nn.Module, policy: Policy) -> None:
         )
 
 
-def _check_same(module: nn.Module, axis: Axis) -> None:
+def _check_same(module: nn.Module, rows: Collection[int], axis: Axis) -> None:
     """All ranks must have the same model but for its values, or every collective from here on would go wrong."""
     mine = [
-        (p.name, f"{p.parameter.dtype} of shape {list(p.parameter.shape)}, requires_grad={p.parameter.requires_grad}")
+        (
+            p.name,
+            f"{p.parameter.dtype} of shape {list(p.parameter.shape)}, requires_grad={p.parameter.requires_grad}"
+            + (", an embedding's weight alone" if id(p.parameter) in rows else ""),
+        )
         for p in named_parameters(module)
     ]
     mine += [(name, f"a buffer, {b.dtype} of shape {list(b.shape)}") for name, b in module.named_buffers()]
@@ -339,29 +356,35 @@ def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
             owner._buffers[name] = moved
 
 
-def _make_unit(
-    index: int, group: Group, policy: Policy, ranks: Ranks, parameters: ParameterExchange, origins: ParameterValues
-) -> Unit:
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What all buckets of a module are made from.
+
+    ``rows``: the ids of parameters whose gradients travel as rows, which have a bucket each.
+    """
+
+    policy: Policy
+    ranks: Ranks
+    origins: ParameterValues
+    rows: Collection[int]
+
+
+def _make_buckets(group: Group, plan: _Plan) -> list[Bucket]:
     buckets = []
-    for (dtype, _), members in split_by_kind(group.parameters).items():
-        for run in fill_buckets([p.parameter.numel() for p in members], policy.bucket_numel):
-            buckets.append(_make_bucket([members[i] for i in run], dtype, group, policy, ranks, origins))
-    return Unit(index, group.name, group.modules, buckets, parameters)
+    for (dtype, _), kind in split_by_kind(group.parameters).items():
+        for members in set_apart(kind, plan.rows):
+            for run in fill_buckets([p.parameter.numel() for p in members], plan.policy.bucket_numel):
+                buckets.append(_make_bucket([members[i] for i in run], dtype, group, plan))
+    return buckets
 
 
-def _make_bucket(
-    parameters: list[NamedParameter],
-    dtype: torch.dtype,
-    group: Group,
-    policy: Policy,
-    ranks: Ranks,
-    origins: ParameterValues,
-) -> Bucket:
+def _make_bucket(parameters: list[NamedParameter], dtype: torch.dtype, group: Group, plan: _Plan) -> Bucket:
     return Bucket(
         parameters,
-        dtype=policy.compute_dtype(dtype),
+        dtype=plan.policy.compute_dtype(dtype),
         resident=group.resident,
-        splits_optimizer=policy.splits_optimizer,
-        ranks=ranks,
-        values=origins if origins.has(parameters) else None,
+        splits_optimizer=plan.policy.splits_optimizer,
+        ranks=plan.ranks,
+        values=plan.origins if plan.origins.has(parameters) else None,
+        rows=id(parameters[0].parameter) in plan.rows,
     )

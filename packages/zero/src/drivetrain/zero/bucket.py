@@ -28,6 +28,7 @@ from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import BucketLayout, Piece
 from drivetrain.zero.policy import HALF_TYPES
 from drivetrain.zero.ranks import Ranks
+from drivetrain.zero.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Bucket:
         dtype: what they compute in.
         resident: the full buffer is never released.
         splits_optimizer: the optimizer's region is this rank's shard instead of the whole bucket.
+        rows: gradients are kept and sent as rows of the one parameter, a matrix, that there is.
         ranks: the ranks that train it; it is split over their shard axis.
     """
 
@@ -77,9 +79,10 @@ class Bucket:
     shard: torch.Tensor  # [shard_numel] dtype; a view of full if resident
     secondary: torch.Tensor | None  # [numel / ranks of a node] dtype; a second copy of the parameters, if it is current
     master: torch.Tensor  # [region] fp32 or wider
-    local: torch.Tensor | None  # [padded_numel] gradients of this rank that are not reduced yet
+    local: torch.Tensor | Rows | None  # [padded_numel] gradients of this rank that are not reduced yet
     reduced: torch.Tensor | None  # [region] gradients reduced over the ranks that it is split over
     averaged: bool  # `reduced` is reduced over the replicas too
+    row_width: int | None  # elements of a row, where gradients are kept and sent as rows
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class Bucket:
         splits_optimizer: bool,
         ranks: Ranks,
         values: Values | None = None,
+        rows: bool = False,
     ) -> None:
         axis = ranks.shard
         self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size)
@@ -97,6 +101,7 @@ class Bucket:
         self.resident = resident
         self.trainable = parameters[0].parameter.requires_grad
         self.split = splits_optimizer
+        self.row_width = parameters[0].parameter.shape[1] if rows else None
         self.axis = axis
         self.own = slice(*self.layout.shard_range(axis.rank))
         self.region = self.own if splits_optimizer else slice(0, self.layout.padded_numel)
@@ -241,8 +246,9 @@ class Bucket:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients held now on this rank."""
-        held = {t.untyped_storage().data_ptr(): t for t in (self.local, self.reduced) if t is not None}
-        return sum(t.untyped_storage().size() for t in held.values())
+        tensors = [t for t in (self.local, self.reduced) if isinstance(t, torch.Tensor)]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().size() for t in tensors}
+        return sum(held.values()) + (self.local.nbytes if isinstance(self.local, Rows) else 0)
 
     @property
     def master_bytes(self) -> int:

@@ -3,9 +3,15 @@
 Stateless but for the bucket it is given. At stage 0 the whole is reduced to every rank, above it each rank gets its
 shard; the arithmetic per element is the same (``drivetrain.comm`` adds in rank order), so stages agree bitwise. Where
 shards are held by several replicas, what was reduced within each is reduced over them once per step.
+
+Gradients of embeddings may travel as rows (see `rows`). Such a bucket is never quantised, and what has been reduced of
+it is never sent again: later gradients of the same step are reduced by themselves and added.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,10 +21,20 @@ from drivetrain.zero.codec import NEAR, BlockCodec
 from drivetrain.zero.feedback import ErrorMemory
 from drivetrain.zero.policy import Policy, ReduceOp
 from drivetrain.zero.ranks import Ranks
+from drivetrain.zero.row_exchange import Counts, PendingRows, count_rows, rows_pay
+from drivetrain.zero.rows import Rows
+
+
+class Pending(Protocol):
+    """A reduction on its way. `wait` adds the result to ``bucket.reduced``; further calls do nothing."""
+
+    bucket: Bucket
+
+    def wait(self) -> None: ...
 
 
 class PendingReduction:
-    """A reduction on its way. `wait` adds the result to ``bucket.reduced``."""
+    """The reduction of a whole bucket. See `Pending`."""
 
     def __init__(
         self, bucket: Bucket, handle: Waitable, result: torch.Tensor, scale: float, dtype: torch.dtype
@@ -65,27 +81,52 @@ class GradientExchange:
         """The dtype that gradients of ``bucket`` are summed in."""
         return self._policy.accumulate_dtype or bucket.dtype
 
-    def start(self, bucket: Bucket) -> PendingReduction:
+    def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
+        return self._policy.reduce_dtype or self.accumulate_dtype(bucket)
+
+    def _arithmetic(self) -> tuple[ReduceOp, float, float]:
+        """How gradients are reduced, and what they are multiplied by before they travel and after it."""
+        op, factor = self._policy.reduce_op, self._policy.predivide_factor
+        return ("sum", 1.0 / factor, factor / self._axis.size) if op == "mean" and factor != 1.0 else (op, 1.0, 1.0)
+
+    def start(self, bucket: Bucket) -> Pending:
         """Send off ``bucket.local`` (zeros if there is none), which belongs to the reduction from here on."""
-        kept = self.accumulate_dtype(bucket)
-        wire = self._policy.reduce_dtype or kept
-        if bucket.local is None:
+        kept, wire = self.accumulate_dtype(bucket), self._wire_dtype(bucket)
+        op, before, scale = self._arithmetic()
+        local, bucket.local = bucket.local, None
+        assert not isinstance(local, Rows)
+        if local is None:
             local = torch.zeros(bucket.numel, dtype=wire, device=self._axis.device)
-        else:
-            local = bucket.local.to(wire)
-        bucket.local = None
-        factor = self._policy.predivide_factor
-        op, scale = self._policy.reduce_op, 1.0
-        if op == "mean" and factor != 1.0:
-            local.mul_(1.0 / factor)
-            op, scale = "sum", factor / self._axis.size
+        local = local.to(wire)
+        if before != 1.0:
+            local.mul_(before)
         if not bucket.split:
             return PendingReduction(bucket, all_reduce(local, self._axis, op=op), local, scale, kept)
         whole = bucket.layout.shard_numel == bucket.numel
         output = local if whole else local.new_empty(bucket.layout.shard_numel)
-        if self._codec is not None and not whole:
+        if self._codec is not None and not whole and bucket.row_width is None:
             return PendingReduction(bucket, self._encoded(bucket, output, local, op), output, scale, kept)
         return PendingReduction(bucket, reduce_scatter(output, local, self._axis, op=op), output, scale, kept)
+
+    def count_rows(self, buckets: Sequence[Bucket]) -> list[Counts]:
+        """What `start_rows` must know of each of ``buckets``. Collective."""
+        return count_rows(buckets, self._axis)
+
+    def start_rows(self, bucket: Bucket, counts: Counts) -> Pending:
+        """`start` for a bucket whose gradients are rows; as a whole if that moves fewer bytes."""
+        assert bucket.row_width is not None
+        kept, wire = self.accumulate_dtype(bucket), self._wire_dtype(bucket)
+        rows, bucket.local = bucket.local, None
+        if not isinstance(rows, Rows):
+            rows = Rows.none(bucket.row_width, kept, self._axis.device)
+        if not rows_pay(bucket, counts, wire):
+            bucket.local = torch.zeros(bucket.numel, dtype=kept, device=self._axis.device)
+            rows.add_to(bucket.local, 0)
+            return self.start(bucket)
+        op, before, scale = self._arithmetic()
+        values = rows.values.to(wire)
+        sent = Rows(indices=rows.indices, values=values if before == 1.0 else values * before)
+        return PendingRows(bucket, sent, counts, self._axis, mean=op == "mean", scale=scale, dtype=kept)
 
     def _encoded(self, bucket: Bucket, output: torch.Tensor, local: torch.Tensor, op: ReduceOp) -> Waitable:
         assert self._codec is not None
@@ -130,9 +171,14 @@ class GradientExchange:
         where the policy asks for a reduction per micro-batch: that promises the additions in that order.
         """
         self.unaverage(bucket)
-        if bucket.split or self._policy.reduces_every_micro_batch or bucket.reduced is None:
+        if (
+            bucket.row_width is not None
+            or bucket.split
+            or self._policy.reduces_every_micro_batch
+            or bucket.reduced is None
+        ):
             return
         done, bucket.reduced = bucket.reduced, None
         if self._policy.reduce_op == "sum":
             done.div_(self._axis.size)
-        bucket.local = done if bucket.local is None else bucket.local.add_(done)
+        bucket.local = bucket.local.add_(done) if isinstance(bucket.local, torch.Tensor) else done

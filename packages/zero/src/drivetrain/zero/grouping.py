@@ -12,7 +12,7 @@ Pure: reads the module tree and moves no data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,3 +178,24 @@ def split_by_kind(
         key = (named.parameter.dtype, named.parameter.requires_grad)
         kinds.setdefault(key, []).append(named)
     return kinds
+
+
+def row_parameters(module: nn.Module) -> frozenset[int]:
+    """The ids of parameters whose gradients touch few rows: weights of embeddings that nothing else in the tree has.
+
+    A table that is also the weight of a linear layer is left out, since its gradient touches every row.
+    """
+    tables: set[int] = set()
+    others: set[int] = set()
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            is_table = isinstance(owner, nn.Embedding | nn.EmbeddingBag) and name == "weight" and parameter.dim() == 2
+            (tables if is_table and parameter.requires_grad and parameter.numel() else others).add(id(parameter))
+    return frozenset(tables - others)
+
+
+def set_apart(parameters: Sequence[NamedParameter], alone: Collection[int]) -> list[list[NamedParameter]]:
+    """``parameters`` with each of those ``alone`` (by id) in a list of its own, after the others."""
+    together = [named for named in parameters if id(named.parameter) not in alone]
+    lists = [together, *([named] for named in parameters if id(named.parameter) in alone)]
+    return [members for members in lists if members]

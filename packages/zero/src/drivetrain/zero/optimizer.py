@@ -157,7 +157,7 @@ class ShardedOptimizer:
                 "does not do; use an optimizer that takes one gradient per step"
             )
         if isinstance(self.optimizer, torch.optim.SparseAdam):
-            raise ValueError(f"{name} takes sparse gradients, and gradients are reduced as dense ones; use AdamW")
+            raise ValueError(f"{name} takes sparse gradients, and an optimizer is given dense ones here; use AdamW")
         slices = self._elementwise or self._whole_norms or self._whole_matrices
         if self.sharded.policy.splits_optimizer and not slices:
             raise ValueError(

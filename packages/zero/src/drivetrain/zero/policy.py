@@ -64,6 +64,9 @@ class Policy:
         gather_rule: at stage 3, how parameters are quantised to be gathered (qwZ of ZeRO++); None sends them as they
             are.
         reduce_rule: from stage 1 on, how gradients are quantised to be reduced (qgZ); None sends them as they are.
+        sparse_gradients: gradients of embeddings are kept and sent as the rows that were touched, in passes where that
+            moves fewer bytes than the whole. Concerns the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` that no
+            other module has; with ``sparse=True`` there the whole gradient never exists. Never quantised.
         error_feedback: what quantisation took from a gradient is added to the next one (LoCo).
         node_ranks: neighbours along the shard axis that are close to each other; None: all of them. Quantised
             reductions go within nodes first and between them after.
@@ -89,6 +92,7 @@ class Policy:
     leaf: LeafRule = FOUND
     gather_rule: QuantizationRule | None = None
     reduce_rule: QuantizationRule | None = None
+    sparse_gradients: bool = False
     error_feedback: ErrorFeedback | None = None
     node_ranks: int | None = None
     secondary_ranks: int = 1

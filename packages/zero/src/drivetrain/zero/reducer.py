@@ -8,6 +8,9 @@ and is reduced with the next pass or, at the latest, by the optimizer step, whic
 no rank ever sends something that another does not expect, and nothing is lost.
 
 The fixed order starts as the reverse of the model's, and becomes rank 0's observed order at the first step.
+
+Buckets whose gradients are rows are sent when the pass is over: ranks then wait for each other to learn how many rows
+there are, which within a pass might be for ever, and embeddings have their gradients last anyway.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import torch
 
 from drivetrain.comm import Handle, broadcast
 from drivetrain.zero.bucket import Bucket
-from drivetrain.zero.exchange import GradientExchange, PendingReduction
+from drivetrain.zero.exchange import GradientExchange, Pending
 from drivetrain.zero.ranks import Ranks
+from drivetrain.zero.rows import Rows
 
 IN_FLIGHT = 2
 """Reductions under way at once: each holds its bucket's gradients, so more of them would cost memory for no overlap."""
@@ -64,11 +68,12 @@ class GradientReducer:
         self._exchange = exchange
         self._ranks = ranks
         self._overlap = overlap
-        self._order = list(reversed(range(len(buckets))))
+        self._rows = [index for index, bucket in enumerate(buckets) if bucket.row_width is not None]
+        self._order = [index for index in reversed(range(len(buckets))) if index not in self._rows]
         self._turn = 0
         self._observed: list[int] = []
-        self._agreed = len(buckets) < 2
-        self._pending: deque[PendingReduction] = deque()
+        self._agreed = len(self._order) < 2
+        self._pending: deque[Pending] = deque()
         self._averaging: list[Handle] = []
 
     @torch.no_grad()
@@ -77,8 +82,12 @@ class GradientReducer:
         lane = self._lanes[lane_index]
         bucket = lane.bucket
         slot = bucket.slots[slot_index]
+        bucket.used[slot_index] = True
+        if bucket.row_width is not None:
+            self._take_rows(bucket, gradient)
+            return
         self._make_room(lane)
-        assert bucket.local is not None
+        assert isinstance(bucket.local, torch.Tensor)
         place = bucket.local[slot.start : slot.start + slot.numel].view(slot.shape)
         dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
         if lane.filled[slot_index]:
@@ -86,13 +95,19 @@ class GradientReducer:
         else:
             place.copy_(dense)
             lane.filled[slot_index] = True
-        bucket.used[slot_index] = True
         lane.arrived.add(slot_index)
         if lane.full and not lane.sent and reduces:
             if lane_index not in self._observed:
                 self._observed.append(lane_index)
             if self._overlap:
                 self._send_in_turn(only_full=True)
+
+    def _take_rows(self, bucket: Bucket, gradient: torch.Tensor) -> None:
+        if bucket.local is None:
+            self._finish_averaging()
+            self._exchange.reopen(bucket)
+        rows = Rows.of(gradient, self._exchange.accumulate_dtype(bucket))
+        bucket.local = bucket.local.plus(rows) if isinstance(bucket.local, Rows) else rows
 
     def _make_room(self, lane: _Lane) -> None:
         bucket = lane.bucket
@@ -111,6 +126,7 @@ class GradientReducer:
         """The backward pass has ended: send what has not been sent, and if it closes the step, tell the replicas."""
         if reduces:
             self._send_in_turn(only_full=False)
+            self._send_rows(self._rows)
             if closes:
                 self.average_replicas()
         self._turn = 0
@@ -133,19 +149,31 @@ class GradientReducer:
             lane.sent = True
             self._send(lane)
 
+    def _send_rows(self, which: Sequence[int]) -> None:
+        buckets = [self._lanes[index].bucket for index in which]
+        if not buckets:
+            return
+        for bucket, counts in zip(buckets, self._exchange.count_rows(buckets), strict=True):
+            self._make_way(bucket)
+            self._pending.append(self._exchange.start_rows(bucket, counts))
+
     def _send(self, lane: _Lane) -> None:
         bucket = lane.bucket
-        if bucket.local is not None:
+        if isinstance(bucket.local, torch.Tensor):
             for slot, filled in zip(bucket.slots, lane.filled, strict=True):
                 if not filled:
                     bucket.local[slot.start : slot.start + slot.numel].zero_()
             for gap in lane.gaps:
                 bucket.local[gap].zero_()
+        self._make_way(bucket)
+        self._pending.append(self._exchange.start(bucket))
+
+    def _make_way(self, bucket: Bucket) -> None:
+        """Before ``bucket`` is sent: finish what must not be under way at the same time."""
         while len(self._pending) >= IN_FLIGHT or any(pending.bucket is bucket for pending in self._pending):
             self._pending.popleft().wait()
         self._finish_averaging()
         self._exchange.reopen(bucket)
-        self._pending.append(self._exchange.start(bucket))
 
     def drain(self) -> None:
         """Block until every reduction under way has completed."""
@@ -162,7 +190,7 @@ class GradientReducer:
         if self._ranks.replicas.size == 1:
             return
         self.drain()
-        for index in self._order:
+        for index in (*self._order, *self._rows):
             bucket = self._lanes[index].bucket
             if not bucket.averaged:
                 self._averaging.append(self._exchange.average(bucket))
@@ -184,6 +212,7 @@ class GradientReducer:
         for index in self._order:
             if which[index]:
                 self._send(self._lanes[index])
+        self._send_rows([index for index in self._rows if which[index]])
         self.average_replicas()
         self.drain()
 

@@ -163,7 +163,12 @@ class Config(Section):
         ),
     ] = "fp32"
     sparse_gradients: Annotated[
-        Flag, Key("Reduce gradients of embeddings as rows.", PLANNED, feature="sparse reduction of embedding gradients")
+        Flag,
+        Key(
+            "Keep and reduce gradients of embeddings as the rows that a batch touches.",
+            differs="Works at every stage, where upstream has stage 0; a pass in which the rows would be more bytes "
+            "than the whole reduces the whole. An embedding that is also another layer's weight is left out.",
+        ),
     ] = False
     disable_allgather: Annotated[Flag, Key("Nothing.", NO_EFFECT, differs="Not read upstream either.")] = False
     allgather_size: Annotated[
