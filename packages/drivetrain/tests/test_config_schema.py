@@ -108,7 +108,7 @@ def test_every_key_carries_what_an_editor_shows(schema: dict[str, Any]) -> None:
     assert stage["default"] == 0
     assert {"enum": [0, 1, 2, 3], "type": "integer"} in stage["anyOf"]
     assert stage["x-status"] == "works"
-    assert zero["properties"]["zero_quantized_nontrainable_weights"]["x-status"] == "planned"
+    assert zero["properties"]["legacy_stage1"]["x-status"] == "planned"
     assert zero["properties"]["elastic_checkpoint"]["x-differs"].startswith("Every checkpoint loads")
     alias = zero["properties"]["stage3_prefetch_bucket_size"]
     assert alias["description"].startswith("Another name of `prefetch_bucket_size`.")
@@ -141,7 +141,7 @@ def test_rows_of_the_page() -> None:
         "different tags, in any case: Warn, Ignore or Fail. |",
         "| `total_num_steps` | integer ≥ 1 | required | works | Optimizer steps in the whole run. |",
         "| `betas` | list of 2: number ≥ 0 < 1 | `[0.9, 0.999]` | works | Weights of the update and of the moment. |",
-        "| `zero_quantized_nontrainable_weights` | boolean | `false` | planned | Hold frozen weights in int8. |",
+        "| `legacy_stage1` | boolean | `false` | planned | The first implementation of stage 1. |",
         "| `optimizer.params.lr` | an error, unless a hint gives the learning rate |",
         '| `zero_optimization.cpu_offload` | write "offload_optimizer": {"device": "cpu"} |',
     ):

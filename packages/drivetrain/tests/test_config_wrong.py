@@ -494,11 +494,11 @@ CASES = [
         'remove "cpu_offload"; meanwhile, use more ranks at stage 1 to 3',
     ),
     Case(
-        "frozen weights in int8",
-        {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+        "frozen weights in int8 where they are whole",
+        {"zero_optimization": {"stage": 2, "zero_quantized_nontrainable_weights": True}},
         "zero_optimization.zero_quantized_nontrainable_weights = true",
-        "this version of Drivetrain does not support holding frozen weights quantised yet",
-        "remove the key",
+        "stage 2 keeps parameters whole, and only shards of them are held quantised",
+        'use "stage": 3, or remove the key',
     ),
     Case(
         "ZenFlow",
@@ -717,7 +717,7 @@ def test_a_null_does_not_hide_what_else_is_wrong() -> None:
     wrong = {
         "gradient_clipping": None,
         "optimizer": {"type": "AdamW", "params": {"lr": None, "betas": [None, 2]}},
-        "zero_optimization": {"stage": None, "zero_quantized_nontrainable_weights": True},
+        "zero_optimization": {"stage": None, "legacy_stage1": True},
         "tensorboard": {"enabled": True},
     }
     assert [problem.path for problem in examine(wrong).problems] == [
@@ -726,7 +726,7 @@ def test_a_null_does_not_hide_what_else_is_wrong() -> None:
         "optimizer.params.betas[1]",
         "gradient_clipping",
         "zero_optimization.stage",
-        "zero_optimization.zero_quantized_nontrainable_weights",
+        "zero_optimization.legacy_stage1",
         "tensorboard.enabled",
     ]
 

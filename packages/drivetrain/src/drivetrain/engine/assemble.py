@@ -139,6 +139,7 @@ def zero_policy(config: Config, mesh: Mesh) -> Policy:
         max_live_numel=zero.max_live_parameters,
         leaf=_leaf_rule(zero),
         gather_rule=INT8_WEIGHTS if zero.zero_quantized_weights else None,
+        frozen_rule=INT8_WEIGHTS if zero.zero_quantized_nontrainable_weights else None,
         reduce_rule=INT4_GRADIENTS if zero.zero_quantized_gradients else None,
         sparse_gradients=config.sparse_gradients,
         error_feedback=_error_feedback(zero),

@@ -65,7 +65,10 @@ class Quantity(ABC):
 
     @abstractmethod
     def _region(self, place: _Place) -> torch.Tensor | None:
-        """All of it that this rank has of one parameter: 1-D, the memory itself; None where there is none."""
+        """All of it that this rank has of one parameter: 1-D, the memory itself; None where there is none.
+
+        A copy where it is kept in another form, see `_write`.
+        """
 
     def _present(self, place: _Place) -> bool:
         """Whether this rank knows that there is some of it."""
@@ -111,7 +114,7 @@ class Quantity(ABC):
         own = self._own(place)
         if own is None:
             raise self._absent(place)
-        self._store(own, value)
+        self._write(place, own, value)
         self._publish([place], None)
 
     def full(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -162,7 +165,7 @@ class Quantity(ABC):
             region = self._region(place)
             if region is not None:
                 piece = place.bucket.region_pieces()[place.index]
-                self._store(region, value.reshape(-1)[piece.start : piece.start + piece.numel])
+                self._write(place, region, value.reshape(-1)[piece.start : piece.start + piece.numel])
         self._publish(places, values)
 
     def _place(self, parameter: torch.nn.Parameter) -> _Place:
@@ -191,7 +194,8 @@ class Quantity(ABC):
         scale = self._scale()
         return stored.clone() if scale == 1.0 else stored / scale
 
-    def _store(self, stored: torch.Tensor, value: torch.Tensor) -> None:
+    def _write(self, place: _Place, stored: torch.Tensor, value: torch.Tensor) -> None:
+        """Overwrite ``stored``, which belongs to ``place``."""
         stored.copy_(value.reshape(stored.shape))
         if self._scale() != 1.0:
             stored.mul_(self._scale())
@@ -234,17 +238,27 @@ class Master(Quantity):
 
     def _region(self, place: _Place) -> torch.Tensor | None:
         piece = place.bucket.region_pieces()[place.index]
+        if place.bucket.packed is not None:
+            return place.bucket.packed.read(piece.shard_offset, piece.numel)
         return place.bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
 
     def _present(self, place: _Place) -> bool:
         return True
+
+    def _write(self, place: _Place, stored: torch.Tensor, value: torch.Tensor) -> None:
+        packed = place.bucket.packed
+        if packed is None:
+            super()._write(place, stored, value)
+        else:
+            packed.write(place.own.shard_offset, stored.copy_(value))
 
     def _publish(self, places: Sequence[_Place], wholes: Sequence[torch.Tensor] | None) -> bool:
         for bucket in {id(place.bucket): place.bucket for place in places}.values():
             bucket.publish_master()
         for place, whole in zip(places, wholes or (), strict=bool(wholes)):
             if place.bucket.whole:
-                place.slot.whole.copy_(whole)
+                packed = place.bucket.packed
+                place.slot.whole.copy_(whole if packed is None else packed.shown(whole.float()))
         return True
 
 

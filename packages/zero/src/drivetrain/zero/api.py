@@ -41,6 +41,7 @@ from drivetrain.zero.grouping import (
 from drivetrain.zero.guard import Guard
 from drivetrain.zero.hooks import Hooks
 from drivetrain.zero.layout import fill_buckets
+from drivetrain.zero.packed import PACKABLE
 from drivetrain.zero.policy import Policy
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.reducer import GradientReducer
@@ -143,9 +144,7 @@ class ShardedModule:
         """This rank's part of every parameter, by canonical name, in the highest precision there is."""
         slices: dict[str, FlatSlice] = {}
         for bucket in self.buckets:
-            for slot, piece in zip(bucket.slots, bucket.own_pieces(), strict=True):
-                data = bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
-                slices[slot.name] = FlatSlice(data=data, offset=piece.start, shape=slot.shape, writes=self.ranks.writes)
+            slices.update(bucket.model_slices(writes=self.ranks.writes))
         return slices
 
     def buffer_slices(self) -> dict[str, FlatSlice]:
@@ -243,8 +242,9 @@ def shard(
         origins.add(builder.take(module))
     _check_memory(module, origins)
     _prepare_buffers(module, ranks.everyone)
-    # With one rank there is nothing to gather from: stage 3 would only copy.
-    releases = policy.releases_parameters and ranks.shard.size > 1
+    # With one rank there is nothing to gather from: stage 3 would only copy. But quantised parameters are decoded.
+    frozen = any(not p.requires_grad for p in module.parameters())
+    releases = policy.releases_parameters and (ranks.shard.size > 1 or (policy.frozen_rule is not None and frozen))
     groups = group_parameters(
         module,
         releases=releases,
@@ -372,13 +372,24 @@ class _Plan:
 def _make_buckets(group: Group, plan: _Plan) -> list[Bucket]:
     buckets = []
     for (dtype, _), kind in split_by_kind(group.parameters).items():
-        for members in set_apart(kind, plan.rows):
+        packed = [named for named in kind if _is_packed(named.parameter, group, plan.policy)]
+        others = [named for named in kind if not _is_packed(named.parameter, group, plan.policy)]
+        for members in (packed, *set_apart(others, plan.rows)):
             for run in fill_buckets([p.parameter.numel() for p in members], plan.policy.bucket_numel):
                 buckets.append(_make_bucket([members[i] for i in run], dtype, group, plan))
     return buckets
 
 
+def _is_packed(parameter: nn.Parameter, group: Group, policy: Policy) -> bool:
+    """Whether it is kept quantised. Vectors (biases, scales of norms) are not: they are few bytes and matter most."""
+    if policy.frozen_rule is None or group.resident or parameter.requires_grad:
+        return False
+    dtypes = {parameter.dtype, policy.compute_dtype(parameter.dtype)}
+    return parameter.dim() >= 2 and parameter.numel() > 0 and dtypes.issubset(PACKABLE)
+
+
 def _make_bucket(parameters: list[NamedParameter], dtype: torch.dtype, group: Group, plan: _Plan) -> Bucket:
+    packed = _is_packed(parameters[0].parameter, group, plan.policy)
     return Bucket(
         parameters,
         dtype=plan.policy.compute_dtype(dtype),
@@ -387,4 +398,5 @@ def _make_bucket(parameters: list[NamedParameter], dtype: torch.dtype, group: Gr
         ranks=plan.ranks,
         values=plan.origins if plan.origins.has(parameters) else None,
         rows=id(parameters[0].parameter) in plan.rows,
+        pack=plan.policy.frozen_rule if packed else None,
     )

@@ -11,10 +11,12 @@ Invariants:
   to nothing, filled again before the views are read.
 - ``master`` covers the optimizer's region of the bucket (the rank's shard, or all of it at stage 0) in at least fp32;
   where the parameters are fp32 already, or frozen, it IS that part of them, not a copy.
+- Where the shard is kept quantised (``packed``), there is nothing else: ``shard`` and ``master`` are empty.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -24,11 +26,14 @@ import torch
 from torch import nn
 
 from drivetrain.comm import Axis, all_gather, broadcast
+from drivetrain.kernels import QuantizationRule
 from drivetrain.zero.grouping import NamedParameter
-from drivetrain.zero.layout import BucketLayout, Piece
+from drivetrain.zero.layout import ALIGNMENT, BucketLayout, Piece
+from drivetrain.zero.packed import PackedShard, PackedSlice
 from drivetrain.zero.policy import HALF_TYPES
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.rows import Rows
+from drivetrain.zero.state import FlatSlice
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,14 @@ class Bucket:
         resident: the full buffer is never released.
         splits_optimizer: the optimizer's region is this rank's shard instead of the whole bucket.
         rows: gradients are kept and sent as rows of the one parameter, a matrix, that there is.
+        pack: how the shard is kept quantised; None keeps it as it is. For frozen parameters that are released.
         ranks: the ranks that train it; it is split over their shard axis.
     """
 
     full: torch.Tensor  # [padded_numel] dtype; without storage while released
     shard: torch.Tensor  # [shard_numel] dtype; a view of full if resident
-    secondary: torch.Tensor | None  # [numel / ranks of a node] dtype; a second copy of the parameters, if it is current
+    packed: PackedShard | None  # the shard, where it is kept quantised
+    secondary: torch.Tensor | None  # [part of what is gathered]; a second copy within the node, if it is current
     master: torch.Tensor  # [region] fp32 or wider
     local: torch.Tensor | Rows | None  # [padded_numel] gradients of this rank that are not reduced yet
     reduced: torch.Tensor | None  # [region] gradients reduced over the ranks that it is split over
@@ -94,9 +101,11 @@ class Bucket:
         ranks: Ranks,
         values: Values | None = None,
         rows: bool = False,
+        pack: QuantizationRule | None = None,
     ) -> None:
         axis = ranks.shard
-        self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size)
+        alignment = ALIGNMENT if pack is None else math.lcm(ALIGNMENT, pack.block_size)
+        self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size, alignment)
         self.dtype = dtype
         self.resident = resident
         self.trainable = parameters[0].parameter.requires_grad
@@ -109,7 +118,11 @@ class Bucket:
         self.reduced = None
         self.averaged = False
         self.secondary = None
-        self._place(parameters, ranks.everyone, values)
+        self.packed = None
+        if pack is None:
+            self._place(parameters, ranks.everyone, values)
+        else:
+            self._pack(parameters, ranks.everyone, values, pack)
         self.slots = self._make_slots(parameters)
         self.used = [False] * len(self.slots)
         self.attach()
@@ -131,6 +144,15 @@ class Bucket:
             self.master = region.to(torch.float32, copy=True)
         else:
             self.master = self.shard if self.split else self.full
+
+    def _pack(
+        self, parameters: Sequence[NamedParameter], everyone: Axis, values: Values | None, rule: QuantizationRule
+    ) -> None:
+        """Keep this rank's part of the values quantised, from the precision they came in."""
+        own = self._broadcast(parameters, everyone)[self.own] if values is None else self._read(parameters, values)
+        self.packed = PackedShard(own, rule)
+        self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.axis.device)
+        self.shard = self.master = self.full.new_empty(0)
 
     def _broadcast(self, parameters: Sequence[NamedParameter], everyone: Axis) -> torch.Tensor:
         """The first rank's values, [padded_numel]."""
@@ -195,9 +217,9 @@ class Bucket:
         if not self.whole:
             self.full.untyped_storage().resize_(self.numel * self.full.element_size())
 
-    def keep_second_copy(self, axis: Axis) -> None:
-        """Keep this rank's part of the whole parameters, split over ``axis``, to gather from until they change."""
-        self.secondary = self.full[slice_of(self.numel, axis)].clone()
+    def keep_second_copy(self, whole: torch.Tensor, axis: Axis) -> None:
+        """Keep a part of ``whole``, which was gathered, split over ``axis``, to gather from until it changes."""
+        self.secondary = whole[slice_of(whole.numel(), axis)].clone()
 
     def region_pieces(self) -> list[Piece]:
         """For each slot, what of it lies in the optimizer's region; offsets count from the region's start."""
@@ -232,16 +254,41 @@ class Bucket:
     def adopt_whole(self) -> None:
         """Take what was written into the whole parameters, the same on every rank, into what this rank keeps."""
         self.secondary = None
+        if self.packed is not None:
+            self.packed.adopt(self.full[self.own])
+            return
         if not self.resident:
             self.shard.copy_(self.full[self.own])
         self.adopt_published()
+
+    def model_slices(self, *, writes: bool) -> dict[str, FlatSlice]:
+        """This rank's part of every parameter, by canonical name, in the highest precision there is."""
+        slices: dict[str, FlatSlice] = {}
+        if self.packed is not None:
+            self.packed.forget_arrivals()
+        for slot, piece in zip(self.slots, self.own_pieces(), strict=True):
+            if self.packed is not None:
+                size = torch.empty(piece.numel, device="meta")
+                slices[slot.name] = PackedSlice(
+                    data=size,
+                    offset=piece.start,
+                    shape=slot.shape,
+                    writes=writes,
+                    packed=self.packed,
+                    start=piece.shard_offset,
+                )
+            else:
+                data = self.master[piece.shard_offset : piece.shard_offset + piece.numel]
+                slices[slot.name] = FlatSlice(data=data, offset=piece.start, shape=slot.shape, writes=writes)
+        return slices
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes that the parameters take now on this rank, in the dtype that they compute in."""
         full = self.full.untyped_storage().size()
         second = 0 if self.secondary is None else self.secondary.untyped_storage().size()
-        return full if self.resident else full + second + self.shard.untyped_storage().size()
+        own = self.shard if self.packed is None else self.packed.encoded
+        return full if self.resident else full + second + own.untyped_storage().size()
 
     @property
     def gradient_bytes(self) -> int:

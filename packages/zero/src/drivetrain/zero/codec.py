@@ -30,7 +30,8 @@ class BlockCodec:
     def _scales_at(self, numel: int) -> int:
         return -(-self.rule.packed_bytes(numel) // 4) * 4
 
-    def _view(self, encoded: torch.Tensor, numel: int) -> Quantized:
+    def view(self, encoded: torch.Tensor, numel: int) -> Quantized:
+        """The tensors that ``numel`` elements are ``encoded`` in."""
         start, blocks = self._scales_at(numel), self.rule.blocks(numel)
         numbers = encoded[start:].view(torch.float32)
         return Quantized(
@@ -42,10 +43,10 @@ class BlockCodec:
         )
 
     def encode(self, source: torch.Tensor, encoded: torch.Tensor) -> None:
-        quantize(source, self.rule, out=self._view(encoded, source.numel()))
+        quantize(source, self.rule, out=self.view(encoded, source.numel()))
 
     def decode_sum(self, encoded: Sequence[torch.Tensor], out: torch.Tensor, *, factor: float = 1.0) -> None:
-        dequantize_reduce([self._view(one, out.numel()) for one in encoded], factor=factor, out=out)
+        dequantize_reduce([self.view(one, out.numel()) for one in encoded], factor=factor, out=out)
 
     def roundtrip(self, x: torch.Tensor) -> torch.Tensor:
         """What ``x`` is after it has been encoded and decoded."""

@@ -3,10 +3,13 @@
 With a second copy of the shards within each node (hpZ of ZeRO++, arXiv:2306.10209), the first gather after an optimizer
 step crosses between nodes and fills it, and every further one (backward, the next micro-batch) stays within the node.
 Quantised gathers (qwZ) give every rank the same values, which are not quite the optimizer's: who wants those, to show
-or to change them, asks for an exact gather.
+or to change them, asks for an exact gather. Frozen parameters that are kept quantised (see `packed`) are gathered as
+they are kept, in the same ways.
 """
 
 from __future__ import annotations
+
+import torch
 
 from drivetrain.comm import Staged, Waitable, all_gather, all_gather_encoded, all_gather_in_two
 from drivetrain.zero.bucket import Bucket
@@ -33,19 +36,30 @@ class ParameterExchange:
     def start(self, bucket: Bucket, *, exact: bool = False) -> Waitable:
         """Send for the whole of ``bucket``. Call `Bucket.attach` after waiting, if it was released."""
         bucket.make_room()
+        packed = bucket.packed
+        if packed is not None:
+            wire = packed.encoded.new_empty(self._axis.size * packed.encoded.numel())
+            return Staged(
+                self._gather(bucket, wire, packed.encoded, exact=exact), lambda: packed.decode(wire, bucket.full)
+            )
         if bucket.resident:
             return all_gather(bucket.full, bucket.shard, self._axis)
-        if self._seconds and bucket.secondary is not None and not (exact and self.lossy):
-            return all_gather(bucket.full, bucket.secondary, self._nodes.within)
-        first = self._from_all(bucket, None if exact else self._codec)
+        return self._gather(bucket, bucket.full, bucket.shard, exact=exact)
+
+    def _gather(self, bucket: Bucket, whole: torch.Tensor, shard: torch.Tensor, *, exact: bool) -> Waitable:
+        codec = None if exact or bucket.packed is not None else self._codec
+        altered = self.lossy and bucket.packed is None  # what a second copy holds is not what is stored
+        if self._seconds and bucket.secondary is not None and not (exact and altered):
+            return all_gather(whole, bucket.secondary, self._nodes.within)
+        first = self._from_all(whole, shard, codec)
         if not self._seconds or exact:
             return first
-        return Staged(first, lambda: bucket.keep_second_copy(self._nodes.within))
+        return Staged(first, lambda: bucket.keep_second_copy(whole, self._nodes.within))
 
-    def _from_all(self, bucket: Bucket, codec: BlockCodec | None) -> Waitable:
+    def _from_all(self, whole: torch.Tensor, shard: torch.Tensor, codec: BlockCodec | None) -> Waitable:
         within, between = self._nodes.within, self._nodes.between
         if self._in_two and within.size > 1 and between.size > 1:
-            return all_gather_in_two(bucket.full, bucket.shard, within, between, codec)
+            return all_gather_in_two(whole, shard, within, between, codec)
         if codec is not None:
-            return all_gather_encoded(bucket.full, bucket.shard, self._axis, codec)
-        return all_gather(bucket.full, bucket.shard, self._axis)
+            return all_gather_encoded(whole, shard, self._axis, codec)
+        return all_gather(whole, shard, self._axis)

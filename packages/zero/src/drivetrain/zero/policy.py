@@ -63,6 +63,8 @@ class Policy:
         leaf: which modules are gathered as a whole at stage 3, whatever runs inside them.
         gather_rule: at stage 3, how parameters are quantised to be gathered (qwZ of ZeRO++); None sends them as they
             are.
+        frozen_rule: at stage 3, how frozen parameters are kept quantised, in shards and on the wire; None keeps them as
+            they are. Concerns matrices (and what has more dimensions) that are released between uses.
         reduce_rule: from stage 1 on, how gradients are quantised to be reduced (qgZ); None sends them as they are.
         sparse_gradients: gradients of embeddings are kept and sent as the rows that were touched, in passes where that
             moves fewer bytes than the whole. Concerns the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` that no
@@ -91,6 +93,7 @@ class Policy:
     max_live_numel: int | None = None
     leaf: LeafRule = FOUND
     gather_rule: QuantizationRule | None = None
+    frozen_rule: QuantizationRule | None = None
     reduce_rule: QuantizationRule | None = None
     sparse_gradients: bool = False
     error_feedback: ErrorFeedback | None = None
@@ -121,6 +124,11 @@ class Policy:
             raise ValueError(
                 f"gather_rule, secondary_ranks and gather_in_two change how parameters are gathered, and ZeRO stage "
                 f"{self.stage} keeps them whole; use stage 3, or leave these out"
+            )
+        if self.stage < 3 and self.frozen_rule:
+            raise ValueError(
+                "frozen_rule quantises the shards of frozen parameters (zero_quantized_nontrainable_weights), and ZeRO "
+                f"stage {self.stage} keeps parameters whole; use stage 3, or leave it out"
             )
         if self.stage < 1 and self.reduce_rule:
             raise ValueError("reduce_rule quantises gradients on the way to their owner; stage 0 has none: use stage 1")

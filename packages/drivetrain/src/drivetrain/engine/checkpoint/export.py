@@ -199,7 +199,7 @@ class _LiveSource:
                 numel = min(step, extent.stop - start)
                 if owner == self._axis.rank:
                     part = self._parts[name]
-                    window = part.data.detach().narrow(0, start - part.offset, numel).to(self._axis.device).contiguous()
+                    window = part.read(start - part.offset, numel).to(self._axis.device).contiguous()
                 else:
                     window = torch.empty(numel, dtype=kind.dtype, device=self._axis.device)
                 broadcast(window.view(torch.uint8), self._axis, src=owner).wait()

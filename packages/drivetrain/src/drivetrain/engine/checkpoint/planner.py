@@ -110,7 +110,8 @@ class FlatSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._tensors[write_item.index.fqn].data
+        part = self._tensors[write_item.index.fqn]
+        return part.read(0, part.data.numel())
 
 
 class FlatLoadPlanner(LoadPlanner):
@@ -137,11 +138,10 @@ class FlatLoadPlanner(LoadPlanner):
         return central_plan
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        data = self._tensors[read_item.dest_index.fqn].data
-        return data.detach().narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
+        return self._tensors[read_item.dest_index.fqn].target(read_item.dest_offsets[0], read_item.lengths[0])
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: `resolve_tensor` gave out the memory itself."""
+        self._tensors[read_item.dest_index.fqn].commit(read_item.dest_offsets[0], tensor)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn}: a tensor was expected, found bytes")

@@ -86,26 +86,27 @@ class RankFileWriter(StorageWriter):
         return isinstance(checkpoint_id, (str, Path))
 
     def _write(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
-        by_entry: dict[str, tuple[WriteItem, torch.Tensor]] = {}
+        by_entry: dict[str, WriteItem] = {}
         entries: list[TensorEntry] = []
         for item in items:
-            data = planner.resolve_data(item)
-            if not isinstance(data, torch.Tensor) or item.index.offset is None:
-                raise CheckpointError(
-                    f"{item.index.fqn}: only flat tensors can be stored, found a {type(data).__name__}"
-                )
+            if item.tensor_data is None or item.index.offset is None:
+                raise CheckpointError(f"{item.index.fqn}: only flat tensors can be stored")
             entry = TensorEntry(
-                name=f"{item.index.fqn}@{item.index.offset[0]}", dtype=data.dtype, shape=tuple(data.shape)
+                name=f"{item.index.fqn}@{item.index.offset[0]}",
+                dtype=item.tensor_data.properties.dtype,
+                shape=tuple(item.tensor_data.chunk.sizes),
             )
             entries.append(entry)
-            by_entry[entry.name] = (item, data)
+            by_entry[entry.name] = item
         layout = plan_tensor_file(entries, {"format": "pt"})
         path = self._folder / f"rank-{self._rank:05d}.safetensors"
         results = []
         with BlockWriter(path, layout.size) as out:
             out.write(layout.header)
             for entry, position in zip(layout.entries, layout.positions, strict=True):
-                item, data = by_entry[entry.name]
+                item = by_entry[entry.name]
+                data = planner.resolve_data(item)  # only now: it may not be there before it is asked for
+                assert isinstance(data, torch.Tensor)
                 for piece in as_bytes(data):
                     out.write(piece)
                 chunk = Chunk(offset=_only(item.index.offset), numel=data.numel(), file=path.name, position=position)

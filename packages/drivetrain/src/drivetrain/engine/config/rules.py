@@ -87,6 +87,16 @@ def _scaling_with_reduce_scatter(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _frozen_below_stage_3(config: Config) -> Iterator[Conflict]:
+    zero = config.zero_optimization
+    if zero.zero_quantized_nontrainable_weights and zero.stage < 3:
+        yield Conflict(
+            path="zero_optimization.zero_quantized_nontrainable_weights",
+            message=f"stage {zero.stage} keeps parameters whole, and only shards of them are held quantised",
+            hint='use "stage": 3, or remove the key',
+        )
+
+
 def _even_bucket(config: Config) -> Iterator[Conflict]:
     size = config.zero_optimization.allgather_bucket_size
     if size % 2:
@@ -138,6 +148,10 @@ RULES = (
             "zero_optimization.stage",
         ),
         check=_scaling_with_reduce_scatter,
+    ),
+    Rule(
+        reads=("zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.stage"),
+        check=_frozen_below_stage_3,
     ),
     Rule(reads=("zero_optimization.allgather_bucket_size",), check=_even_bucket),
     Rule(reads=("data_types.param_dtype", "fp16.enabled", "bf16.enabled"), check=_param_dtype),

@@ -343,7 +343,12 @@ class ZeroOptimization(Section):
     ] = 1
     zero_quantized_weights: Annotated[Flag, Key("All-gather int8 weights (ZeRO++ qwZ), at stage 3.")] = False
     zero_quantized_nontrainable_weights: Annotated[
-        Flag, Key("Hold frozen weights in int8.", PLANNED, feature="holding frozen weights quantised")
+        Flag,
+        Key(
+            "Hold and gather frozen weights in int8, at stage 3.",
+            differs="Concerns parameters of two dimensions or more that `param_persistence_threshold` does not keep "
+            "whole. Checkpoints and exports hold the values that the int8 weights stand for.",
+        ),
     ] = False
     zero_quantized_gradients: Annotated[
         Flag,
