@@ -25,6 +25,7 @@ from drivetrain.engine.assemble import Given, MakeOptimizer, MakeScheduler, Part
 from drivetrain.engine.checkpoint import Exported, ExportOptions, LoadedCheckpoint, SaveOptions
 from drivetrain.engine.config import Config
 from drivetrain.engine.data import Collate, RepeatingLoader
+from drivetrain.engine.garbage import GarbageCollection
 from drivetrain.engine.nested import cast_floats, listed, loss_of, map_tensors, to_device
 from drivetrain.engine.optimizers import Parameters
 from drivetrain.engine.persist import Persistence
@@ -103,6 +104,10 @@ class Engine:
         self.observer = parts.observer
         self.timers = parts.observer.timers
         self.counters = Counters()
+        own = parts.config.drivetrain
+        self._garbage = GarbageCollection(
+            managed=own.garbage_collection == "managed", interval=own.garbage_collection_interval
+        )
         self._held = False  # inside no_sync
         self._persistence = Persistence(parts)
         self._scaled = False  # the loss of the coming backward pass carries the loss scale
@@ -160,6 +165,8 @@ class Engine:
 
     def train(self, mode: bool = True) -> Engine:
         """Set the module's training mode."""
+        if not mode:
+            self._garbage.boundary()
         self.module.train(mode)
         return self
 
@@ -182,7 +189,7 @@ class Engine:
         self.sharded.closes_step = self.closes_step and not self._held
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             inputs, kwargs = cast_floats(inputs), cast_floats(kwargs)
-        with self.timers.measure("forward"):
+        with self._garbage.held(), self.timers.measure("forward"):
             try:
                 return self.module(*inputs, **kwargs)
             except RuntimeError as error:
@@ -240,7 +247,7 @@ class Engine:
         if scale_wrt_gas and self.batch.accumulation > 1:
             loss = loss / self.batch.accumulation
         self.sharded.closes_step = self.closes_step and not self._held
-        with self.timers.measure("backward"):
+        with self._garbage.held(), self.timers.measure("backward"):
             self.scale(loss).backward(retain_graph=retain_graph)
         self.observer.loss(loss)
         return loss
@@ -292,7 +299,7 @@ class Engine:
         if self.schedule is not None:
             self.schedule.apply(index)
         lr = self.learning_rates[0]
-        with self.timers.measure("step"):
+        with self._garbage.held(), self.timers.measure("step"):
             result = optimizer.step()
         self._count_micro_batch()
         counters.global_steps += 1
@@ -309,6 +316,7 @@ class Engine:
             loss_scale=result.loss_scale,
         )
         self.observer.stepped(self.counters, record)
+        self._garbage.stepped()
         return record
 
     def _count_micro_batch(self) -> None:
@@ -338,12 +346,13 @@ class Engine:
                 f"{type(batches).__name__}; make an iterator with iter(...) and pass the same one every time"
             )
         losses: list[torch.Tensor] = []
-        for done in range(self.batch.accumulation):
-            loss = loss_of(self.call_with(self._next(batches, done)))
-            losses.append(loss.detach().float())
-            self.backward(loss)
-            self.last_step = self.step()
-        return self._mean(torch.stack(losses).mean())
+        with self._garbage.held():
+            for done in range(self.batch.accumulation):
+                loss = loss_of(self.call_with(self._next(batches, done)))
+                losses.append(loss.detach().float())
+                self.backward(loss)
+                self.last_step = self.step()
+            return self._mean(torch.stack(losses).mean())
 
     def _next(self, batches: Iterator[Any], done: int) -> Any:
         try:
@@ -369,9 +378,11 @@ class Engine:
     def eval_batch(self, batch: Any) -> torch.Tensor:
         """The loss of one batch in evaluation mode, averaged over ranks. Collective."""
         training = self.module.training
+        self._garbage.boundary()
         self.module.eval()
         try:
-            return self._mean(loss_of(self.call_with(batch)).float())
+            with self._garbage.held():
+                return self._mean(loss_of(self.call_with(batch)).float())
         finally:
             self.module.train(training)
 
@@ -420,7 +431,9 @@ class Engine:
                 f"rank {self.rank}: save between backward and step would lose the gradients; save after engine.step(), "
                 "or drop them first with engine.sharded.zero_grad()"
             )
-        return self._persistence.save(directory, tag, self.counters, client_state, options)
+        self._garbage.boundary()
+        with self._garbage.held():
+            return self._persistence.save(directory, tag, self.counters, client_state, options)
 
     def load(
         self,

@@ -77,6 +77,17 @@ class Drivetrain(Section):
     this section stays valid for both."""
 
     seed: Annotated[Count, Key("Seed of the data order and of dropout. Each rank derives its own from it.")] = 1234
+    garbage_collection: Annotated[
+        Literal["python", "managed"],
+        Key(
+            "When Python searches for cyclic garbage. python leaves it to the interpreter; managed never does within "
+            "forward, backward, step and the like, but searches young objects after steps and all objects before a "
+            "save or an evaluation, where all ranks are at the same point."
+        ),
+    ] = "python"
+    garbage_collection_interval: Annotated[
+        Positive, Key("Optimizer steps between two searches of young objects, if managed.")
+    ] = 1
 
 
 _INFERENCE_KEYS = (
@@ -103,7 +114,8 @@ class Config(Section):
         "zero": 'the section is named "zero_optimization"',
         "micro_batch_size": 'write "train_micro_batch_size_per_gpu"',
         "seed": 'write "drivetrain": {"seed": ...}',
-        "python_gc_policy": "no version of the standard reads such a key; remove it",
+        "python_gc_policy": 'no version of upstream reads such a key; write "drivetrain": {"garbage_collection": '
+        '"managed"}',
         "batch_size": 'write "train_batch_size" (over all ranks) or "train_micro_batch_size_per_gpu" (on one)',
         "lr": _LR_PLACE,
         "learning_rate": _LR_PLACE,
