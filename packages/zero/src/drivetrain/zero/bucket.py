@@ -29,7 +29,7 @@ from drivetrain.comm import Axis, all_gather, broadcast
 from drivetrain.kernels import QuantizationRule
 from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import ALIGNMENT, BucketLayout, Piece
-from drivetrain.zero.packed import PackedShard, PackedSlice
+from drivetrain.zero.packed import PACKABLE, PackedShard, PackedSlice
 from drivetrain.zero.policy import HALF_TYPES
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.rows import Rows
@@ -76,9 +76,9 @@ class Bucket:
         dtype: what they compute in.
         resident: the full buffer is never released.
         splits_optimizer: the optimizer's region is this rank's shard instead of the whole bucket.
+        ranks: the ranks that train it; it is split over their shard axis.
         rows: gradients are kept and sent as rows of the one parameter, a matrix, that there is.
         pack: how the shard is kept quantised; None keeps it as it is. For frozen parameters that are released.
-        ranks: the ranks that train it; it is split over their shard axis.
     """
 
     full: torch.Tensor  # [padded_numel] dtype; without storage while released
@@ -150,7 +150,7 @@ class Bucket:
     ) -> None:
         """Keep this rank's part of the values quantised, from the precision they came in."""
         own = self._broadcast(parameters, everyone)[self.own] if values is None else self._read(parameters, values)
-        self.packed = PackedShard(own, rule)
+        self.packed = PackedShard(own if own.dtype in PACKABLE else own.float(), rule)
         self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.axis.device)
         self.shard = self.master = self.full.new_empty(0)
 

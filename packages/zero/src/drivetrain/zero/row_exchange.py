@@ -18,8 +18,6 @@ from drivetrain.zero.rows import Rows, add_up
 Counts = tuple[int, ...]
 """Rows of one bucket on each rank."""
 
-_INDEX = torch.int32  # on the wire; a table of more rows than it counts has no room in any memory
-
 
 def count_rows(buckets: Sequence[Bucket], axis: Axis) -> list[Counts]:
     """How many rows each rank has to send of each bucket. Collective."""
@@ -29,10 +27,15 @@ def count_rows(buckets: Sequence[Bucket], axis: Axis) -> list[Counts]:
     return [tuple(column) for column in counts.view(axis.size, -1).T.tolist()]
 
 
+def _index_dtype(bucket: Bucket) -> torch.dtype:
+    """What row indices are on the wire."""
+    return torch.int32 if bucket.slots[0].shape[0] < 1 << 31 else torch.int64
+
+
 def rows_pay(bucket: Bucket, counts: Counts, dtype: torch.dtype) -> bool:
     """Whether gathering rows moves fewer bytes than reducing the whole, an all-reduce counting twice."""
     assert bucket.row_width is not None
-    row = bucket.row_width * dtype.itemsize + _INDEX.itemsize
+    row = bucket.row_width * dtype.itemsize + _index_dtype(bucket).itemsize
     whole = bucket.numel * dtype.itemsize * (1 if bucket.split else 2)
     return len(counts) * max(counts) * row < whole
 
@@ -59,7 +62,7 @@ class PendingRows:
         self._scale = scale
         self._dtype = dtype
         longest, width = max(counts), rows.values.shape[1]
-        self._indices = rows.indices.new_empty(axis.size, longest, dtype=_INDEX)
+        self._indices = rows.indices.new_empty(axis.size, longest, dtype=_index_dtype(bucket))
         self._values = rows.values.new_empty(axis.size, longest, width)
         self._handles: list[Handle] | None = []
         for whole, own in ((self._indices, rows.indices), (self._values, rows.values)):
