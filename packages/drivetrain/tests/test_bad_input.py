@@ -421,7 +421,8 @@ def a_mesh_of_more_ranks_than_there_are(folder: Path) -> None:
 @mistake(
     RuntimeError,
     "rank 0: mat1 and mat2 must have the same dtype, but got Float and BFloat16. Parameters compute in torch.bfloat16, "
-    "and inputs came in torch.float32: convert them before they reach the engine",
+    'and inputs came in torch.float32: convert them before they reach the engine, or set "drivetrain": {"auto_cast": '
+    "true}",
 )
 def inputs_of_another_precision(folder: Path) -> None:
     engine_of(bf16={"enabled": True})(X, Y)
@@ -430,7 +431,7 @@ def inputs_of_another_precision(folder: Path) -> None:
 @mistake(
     RuntimeError,
     "rank 0: mat1 and mat2 must have the same dtype, but got Float and Half. Parameters compute in torch.float16, and "
-    'inputs came in torch.float32: convert them before they reach the engine, or set "auto_cast" in the fp16 section',
+    'inputs came in torch.float32: convert them before they reach the engine, or set "drivetrain": {"auto_cast": true}',
 )
 def inputs_that_are_not_cast_to_fp16(folder: Path) -> None:
     engine_of(fp16={"enabled": True})(X, Y)

@@ -233,9 +233,10 @@ def test_auto_for_an_argument_of_a_torch_optimizer_is_its_default() -> None:
 
 
 def test_no_argument_that_does_not_work_reaches_the_optimizer() -> None:
-    config = load({"optimizer": {"type": "lion", "params": {"lr": 1e-4, "fp32_optimizer_states": True}}})
+    config = load({"optimizer": {"type": "lamb", "params": {"lr": 1e-4, "amsgrad": False}}})
     assert config.optimizer is not None
-    assert config.optimizer.arguments() == {"lr": 1e-4, "weight_decay": 0.0, "betas": (0.9, 0.999)}
+    assert config.optimizer.arguments()["lr"] == 1e-4
+    assert "amsgrad" not in config.optimizer.arguments()
 
 
 DEPRECATED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
@@ -301,7 +302,31 @@ NO_EFFECT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}},
-        "optimizer.params.torch_adam: has no effect: Adam is torch's own, in its fused form.",
+        "optimizer.params.torch_adam: has no effect: Adam is torch's own, in its fused form, unless moments or master "
+        "weights are 16-bit.",
+    ),
+    (
+        {"communication_data_type": "fp16", "bf16": {"enabled": True}},
+        "communication_data_type: gradients without a loss scale in fp16: those below 6e-8 become 0; bf16 has the "
+        "range for them",
+    ),
+    (
+        {"data_types": {"grad_accum_dtype": "fp16"}},
+        "data_types.grad_accum_dtype: gradients without a loss scale in fp16: those below 6e-8 become 0; bf16 has the "
+        "range for them",
+    ),
+    (
+        {"drivetrain": {"auto_cast": True}},
+        "drivetrain.auto_cast: has no effect, since neither fp16 nor bf16 is enabled",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "fp32_optimizer_states": False}}},
+        "optimizer.params.fp32_optimizer_states: has no effect, since the master weights are fp32",
+    ),
+    (
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "optimizer": {"type": "Adam", "params": {"lr": 1}}},
+        "bf16.bf16_optimizer_states: a second moment in bf16 hardly falls at a decay rate of 0.999, since a step down "
+        'is less than half of the distance between two numbers; use "betas": [0.9, 0.95], or moments in fp32',
     ),
     (
         {"vocabulary_size": 50257},
@@ -373,6 +398,33 @@ def test_spellings_of_dtypes_and_choices() -> None:
         assert load({"data_types": {"grad_accum_dtype": spelling}}).data_types.grad_accum_dtype == "fp16"
     assert load({"gradient_allreduce_op": "SUM"}).gradient_allreduce_op == "sum"
     assert load({"log_level": "Warning"}).log_level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("section", "arguments", "in_place", "moments"),
+    [
+        ({}, {}, False, None),
+        ({"bf16": {"enabled": True}}, {"fp32_optimizer_states": False}, False, None),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, {}, False, "bf16"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {}, True, "fp32"),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+            {"fp32_optimizer_states": False},
+            True,
+            "bf16",
+        ),
+        ({"bf16": {"enabled": False, "bf16_master_weights_and_grads": True}}, {}, False, None),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, {}, True, "fp32"),
+    ],
+    ids=str,
+)
+def test_masters_and_moments_follow_their_keys(
+    section: dict[str, Any], arguments: dict[str, Any], in_place: bool, moments: str | None
+) -> None:
+    config = load(
+        {**section, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], **arguments}}}
+    )
+    assert (config.updates_in_place, config.moments_dtype) == (in_place, moments)
 
 
 def test_dtypes_follow_the_mode() -> None:

@@ -200,7 +200,7 @@ def test_merging_stops_at_its_limit() -> None:
     assert [p.name for group in found for p in group.parameters] == [f"{i}.weight" for i in range(9)]
 
 
-def test_kinds_are_separated_by_dtype_and_by_training() -> None:
+def test_kinds_are_separated_by_dtype_by_training_and_by_what_travels() -> None:
     model = Tower(depth=2)
     model.blocks[0].linear.weight.requires_grad_(False)
     model.blocks[0].norm.to(torch.bfloat16)
@@ -209,11 +209,12 @@ def test_kinds_are_separated_by_dtype_and_by_training() -> None:
         for group in group_parameters(model, releases=True, persistence_numel=0, persistence_total_numel=None)
         if group.name == "blocks.0"
     )
-    kinds = split_by_kind(block.parameters)
+    kinds = split_by_kind(block.parameters, {id(model.blocks[0].norm.bias)})
     assert {kind: [p.name for p in members] for kind, members in kinds.items()} == {
-        (torch.bfloat16, True): ["blocks.0.norm.weight", "blocks.0.norm.bias"],
-        (torch.float32, False): ["blocks.0.linear.weight"],
-        (torch.float32, True): ["blocks.0.linear.bias"],
+        (torch.bfloat16, True, False): ["blocks.0.norm.weight"],
+        (torch.bfloat16, True, True): ["blocks.0.norm.bias"],
+        (torch.float32, False, False): ["blocks.0.linear.weight"],
+        (torch.float32, True, False): ["blocks.0.linear.bias"],
     }
 
 

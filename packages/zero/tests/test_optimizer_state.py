@@ -13,7 +13,7 @@ from torch import nn
 
 from drivetrain.comm import Mesh, init
 from drivetrain.kernels import Lamb, Lion
-from drivetrain.zero import FlatSlice, LossScaler, Policy, ShardedModule, ShardedOptimizer, shard
+from drivetrain.zero import FlatSlice, Policy, ShardedModule, ShardedOptimizer, shard
 from drivetrain_testkit import relative_error, run_ranks
 
 WIDTH, BEFORE, AFTER = 10, 3, 2
@@ -426,12 +426,3 @@ def test_parameters_of_another_model_are_refused() -> None:
     optimizer = torch.optim.AdamW([*model.layers.parameters(), other.gain])
     with pytest.raises(ValueError, match=r"1 of the 5 parameters in AdamW do not belong to the sharded Net"):
         ShardedOptimizer(sharded, optimizer)
-
-
-def test_a_scaler_goes_on_where_it_was() -> None:
-    scaler, other = LossScaler(), LossScaler()
-    for overflow in (True, False, True):
-        scaler.update(overflow=overflow)
-    other.load_state_dict(scaler.state_dict())
-    assert other.scale == scaler.scale
-    assert other.state_dict() == scaler.state_dict()

@@ -10,7 +10,6 @@ import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,14 @@ from drivetrain.engine.data import Collate, LoaderConfig, TrainLoader
 from drivetrain.engine.lr import Schedule, build_schedule
 from drivetrain.engine.monitor import EventCsvSink, PhaseTimers, SinkGroup
 from drivetrain.engine.observe import Observer
-from drivetrain.engine.optimizers import Parameters, build_optimizer
+from drivetrain.engine.optimizers import Parameters, build_optimizer, check_moments
+from drivetrain.engine.precision import DTYPES, Precision
 from drivetrain.kernels import SharedMemoryGroup
 from drivetrain.zero import (
     INT4_GRADIENTS,
     INT8_WEIGHTS,
     ErrorFeedback,
     LeafRule,
-    LossScalePolicy,
-    LossScaler,
     Policy,
     ShardedModule,
     ShardedOptimizer,
@@ -42,7 +40,6 @@ from drivetrain.zero import (
 
 log = logging.getLogger("drivetrain.engine")
 
-DTYPES = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32})
 MakeOptimizer = Callable[[Parameters], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -65,6 +62,7 @@ class Parts:
     config: Config
     mesh: Mesh
     batch: BatchSizes
+    precision: Precision
     sharded: ShardedModule
     optimizer: ShardedOptimizer | None
     schedule: Schedule | None
@@ -85,8 +83,9 @@ def assemble(
     batch = config.resolve_batch(mesh.sizes["data"] * mesh.sizes["shard"])
     _seed(config, mesh)
     _cast_buffers(model, config)
-    sharded = shard(model, mesh, zero_policy(config, mesh))
-    optimizer, schedule = _optimization(config, sharded, given)
+    precision = Precision.of(config, mesh.device)
+    sharded = shard(model, mesh, zero_policy(config, mesh, precision))
+    optimizer, schedule = _optimization(config, sharded, given, precision)
     loader = _loader(config, sharded, batch.micro, given)
     observer = _observer(config, mesh)
     if config.dump_state and mesh.world.rank == 0:
@@ -96,6 +95,7 @@ def assemble(
         config=config,
         mesh=mesh,
         batch=batch,
+        precision=precision,
         sharded=sharded,
         optimizer=optimizer,
         schedule=schedule,
@@ -117,18 +117,19 @@ def _mesh(config: Config) -> Mesh:
     return Mesh.create(world, data=world.size // size, shard=size, shared_memory=SharedMemoryGroup)
 
 
-def zero_policy(config: Config, mesh: Mesh) -> Policy:
+def zero_policy(config: Config, mesh: Mesh, precision: Precision) -> Policy:
     """The part of a configuration that decides how a module is sharded."""
     zero = config.zero_optimization
-    half = config.model_dtype != "fp32"
     predivide = float(mesh.sizes["shard"]) if config.prescale_gradients else config.gradient_predivide_factor
     accumulate = config.data_types.grad_accum_dtype
     reduce = config.communication_data_type
     return Policy(
         stage=zero.stage,
-        param_dtype=DTYPES[config.model_dtype] if half else None,
+        param_dtype=precision.compute,
+        master_dtype=precision.master,
         accumulate_dtype=DTYPES[accumulate] if accumulate else None,
-        reduce_dtype=DTYPES[reduce] if reduce else None,
+        reduce_dtype=DTYPES[reduce] if reduce else precision.compute,
+        wire_rule=precision.wire_rule(config),
         reduce_op=config.gradient_allreduce_op,
         predivide_factor=predivide,
         persistence_numel=zero.param_persistence_threshold,
@@ -174,26 +175,8 @@ def _leaf_rule(zero: ZeroOptimization) -> LeafRule:
     )
 
 
-def loss_scaler(config: Config) -> LossScaler:
-    """The loss scaler of the ``fp16`` section; one that never scales without it."""
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return LossScaler()
-    if fp16.loss_scale:
-        return LossScaler(LossScalePolicy(initial=fp16.loss_scale, dynamic=False))
-    return LossScaler(
-        LossScalePolicy(
-            initial=2.0**fp16.initial_scale_power,
-            window=fp16.loss_scale_window,
-            hysteresis=fp16.hysteresis,
-            consecutive_hysteresis=fp16.consecutive_hysteresis,
-            minimum=fp16.min_loss_scale,
-        )
-    )
-
-
 def _optimization(
-    config: Config, sharded: ShardedModule, given: Given
+    config: Config, sharded: ShardedModule, given: Given, precision: Precision
 ) -> tuple[ShardedOptimizer | None, Schedule | None]:
     trained: Parameters = [p for p in sharded.module.parameters() if p.requires_grad]
     if given.parameters is not None:
@@ -213,7 +196,7 @@ def _optimization(
                 "torch.optim.Optimizer"
             )
     elif config.optimizer is not None:
-        optimizer = build_optimizer(config.optimizer, trained, sharded.module)
+        optimizer = build_optimizer(config.optimizer, trained, sharded.module, precision.moments)
     else:
         if given.lr_scheduler is not None or config.scheduler is not None:
             raise ValueError(
@@ -221,12 +204,14 @@ def _optimization(
                 "configuration, or pass optimizer= to initialize"
             )
         return None, None
+    if precision.moments is not None:
+        check_moments(optimizer, precision.master or torch.float32, precision.moments)
     schedule = build_schedule(config.scheduler, optimizer, given.lr_scheduler)
     sharded_optimizer = ShardedOptimizer(
         sharded,
         optimizer,
         max_norm=config.gradient_clipping,
-        scaler=loss_scaler(config),
+        scaler=precision.loss_scaler(config),
         require_all=not config.zero_optimization.ignore_unused_parameters,
         skip_non_finite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
     )

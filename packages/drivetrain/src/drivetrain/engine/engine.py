@@ -26,7 +26,7 @@ from drivetrain.engine.checkpoint import Exported, ExportOptions, LoadedCheckpoi
 from drivetrain.engine.config import Config
 from drivetrain.engine.data import Collate, RepeatingLoader
 from drivetrain.engine.garbage import GarbageCollection
-from drivetrain.engine.nested import cast_floats, listed, loss_of, map_tensors, to_device
+from drivetrain.engine.nested import listed, loss_of, map_tensors, to_device
 from drivetrain.engine.optimizers import Parameters
 from drivetrain.engine.persist import Persistence
 from drivetrain.engine.record import Counters, StepRecord
@@ -87,7 +87,7 @@ class Engine:
         optimizer: the sharded optimizer, or None.
         schedule: the learning-rate schedule, or None.
         train_loader: the training data in micro-batches, or None.
-        config, mesh, batch: as resolved.
+        config, mesh, batch, precision: as resolved.
         last_step: what the last `train_batch` did.
         counters: steps and samples so far.
     """
@@ -96,6 +96,7 @@ class Engine:
         self.config = parts.config
         self.mesh = parts.mesh
         self.batch = parts.batch
+        self.precision = parts.precision
         self.sharded = parts.sharded
         self.module: nn.Module = parts.sharded.module
         self.optimizer = parts.optimizer
@@ -180,16 +181,16 @@ class Engine:
         return self.forward(*inputs, **kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward.
+        """The module's forward, under autocast where the configuration says so.
 
         Raises:
-            RuntimeError: whatever the module raises; where dtypes do not go together, with those of the inputs.
+            RuntimeError: whatever the module raises; where dtypes do not go together, with those of the inputs. Or it
+                is called under a ``torch.autocast`` that contradicts the configuration.
         """
         self._scaled = False
         self.sharded.closes_step = self.closes_step and not self._held
-        if self.config.fp16.enabled and self.config.fp16.auto_cast:
-            inputs, kwargs = cast_floats(inputs), cast_floats(kwargs)
-        with self._garbage.held(), self.timers.measure("forward"):
+        inputs, kwargs = self.precision.cast(inputs), self.precision.cast(kwargs)
+        with self._garbage.held(), self.timers.measure("forward"), self.precision.forward_context(self.rank):
             try:
                 return self.module(*inputs, **kwargs)
             except RuntimeError as error:
@@ -208,16 +209,18 @@ class Engine:
         strange = {dtype for dtype in found - ours if dtype.is_floating_point}
         if not strange:
             return None
-        cast = ', or set "auto_cast" in the fp16 section' if self.config.fp16.enabled else ""
+        cast = ', or set "drivetrain": {"auto_cast": true}' if self.precision.compute is not None else ""
         return (
             f"rank {self.rank}: {error}. Parameters compute in {listed(ours)}, and inputs came in {listed(strange)}: "
             f"convert them before they reach the engine{cast}"
         )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by the loss scale, for ``engine.scale(loss).backward()``."""
+        """Multiply a loss by the loss scale, for ``engine.scale(loss).backward()``. At least in fp32."""
         self._scaled = True
-        return loss * self.loss_scale if self.loss_scale != 1.0 else loss
+        if self.loss_scale == 1.0:
+            return loss
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Add the gradients of ``loss`` to what has accumulated.
@@ -253,7 +256,7 @@ class Engine:
         return loss
 
     def _check_scaled(self) -> None:
-        if self.config.fp16.enabled and not self._scaled:
+        if self.optimizer is not None and self.optimizer.scaler.active and not self._scaled:
             raise RuntimeError(
                 f"rank {self.rank}: with fp16 the loss must carry the loss scale, or gradients underflow: call "
                 "engine.backward(loss), or engine.scale(loss).backward()"

@@ -70,6 +70,6 @@ def to_device(value: Any, device: torch.device) -> Any:
     return map_tensors(value, lambda t: t.to(device, non_blocking=True))
 
 
-def cast_floats(value: Any) -> Any:
-    """``value`` with its floating-point tensors in fp16."""
-    return map_tensors(value, lambda t: t.half() if t.is_floating_point() else t)
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating-point tensors in ``dtype``."""
+    return map_tensors(value, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -2,6 +2,10 @@
 
 Tensors go as named flat slices: ``model/<parameter or buffer>`` in the highest precision there is (the fp32 master
 weights, where there are any), ``optimizer/<parameter>/<key>``. Everything else is JSON in the metadata.
+
+Loading changes no number format: what is loaded takes the formats of this run, rounded to nearest where the file has
+more bits, so that a checkpoint goes from fp32 master weights and moments to 16-bit ones and back. A dynamic loss scale
+goes on where it was if this run has one too; a constant one is the configuration's.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import torch
 
 from drivetrain.comm import Axis, all_gather_object
 from drivetrain.engine.checkpoint import CheckpointError, StoredCheckpoint
+from drivetrain.kernels import FusedAdagrad, FusedAdam, FusedSgd, Lamb, Lion
 from drivetrain.zero import FlatSlice, ShardedModule, ShardedOptimizer
 
 MODEL = "model/"
@@ -57,11 +62,20 @@ def optimizer_metadata(optimizer: ShardedOptimizer, axis: Axis) -> dict[str, Any
     for part in all_gather_object(optimizer.state_schema(), axis):
         schema.update(part)
     return {
-        "class": type(optimizer.optimizer).__name__,
+        "class": _kind_of(optimizer),
         "schema": schema,
         "groups": _json_groups(optimizer.hyperparameters()),
         "loss_scale": optimizer.scaler.state_dict(),
     }
+
+
+def _kind_of(optimizer: ShardedOptimizer) -> str:
+    """The class of the optimizer; torch's where one of ours has the state of torch's."""
+    inner = optimizer.optimizer
+    if isinstance(inner, FusedAdam):
+        return "AdamW" if inner.param_groups[0]["decoupled_weight_decay"] else "Adam"
+    names = {FusedAdagrad: "Adagrad", FusedSgd: "SGD", Lamb: "Lamb", Lion: "Lion"}
+    return next((name for kind, name in names.items() if isinstance(inner, kind)), type(inner).__name__)
 
 
 def _json_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,7 +100,7 @@ def check_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> No
         CheckpointError: it holds none, or that of another optimizer, or of other parameter groups.
     """
     metadata: Mapping[str, Any] | None = stored.manifest.metadata.get("optimizer")
-    ours = type(optimizer.optimizer).__name__
+    ours = _kind_of(optimizer)
     if metadata is None:
         raise CheckpointError(
             f"{stored.path} holds no optimizer state; load it with LoadParts(optimizer=False) or MODULE_ONLY"
@@ -120,13 +134,18 @@ def prepare_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> 
     """Allocate the state that ``stored`` holds, but of parameters that have another shape now: theirs starts anew."""
     shapes = {name: part.shape for name, part in optimizer.sharded.model_slices().items()}
     keys: dict[str, set[str]] = {}
-    for name in stored.manifest.tensors:
-        if name.startswith(OPTIMIZER):
-            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+    dtypes: dict[str, torch.dtype] = {}
+    for name, tensor in stored.manifest.tensors.items():
+        if name.startswith(MODEL):
+            dtypes[name.removeprefix(MODEL)] = tensor.dtype
+        elif name.startswith(OPTIMIZER):
+            entry = name.removeprefix(OPTIMIZER)
+            parameter, _, key = entry.rpartition("/")
             weight = stored.manifest.tensors.get(MODEL + parameter)
             if weight is None or weight.shape == shapes.get(parameter):
                 keys.setdefault(parameter, set()).add(key)
-    optimizer.prepare_state(keys, stored.manifest.metadata["optimizer"]["schema"])
+                dtypes[entry] = tensor.dtype
+    optimizer.prepare_state(keys, stored.manifest.metadata["optimizer"]["schema"], dtypes)
 
 
 def finish_optimizer(optimizer: ShardedOptimizer, metadata: Mapping[str, Any]) -> None:

@@ -68,6 +68,9 @@ class PreciseStateOptimizer(Optimizer):
     float32 moments of a bfloat16 parameter on every resume. This base puts the saved values back at `state_dtype`.
     """
 
+    takes_factor: ClassVar[bool] = True
+    """`step(factor=...)` multiplies gradients on the fly: nobody need do it before."""
+
     def __init__(self, params: Params, defaults: dict[str, Any], *, state_dtype: torch.dtype = torch.float32) -> None:
         if not state_dtype.is_floating_point:
             raise ValueError(f"{type(self).__name__}: state_dtype must be a floating-point dtype, found {state_dtype}")

@@ -13,8 +13,10 @@ from drivetrain.zero.policy import ErrorFeedback, Policy
 from drivetrain.zero.precision import LossScalePolicy, LossScaler
 from drivetrain.zero.state import FlatSlice
 from drivetrain.zero.values import TensorSource
+from drivetrain.zero.wire import AUTOCAST_CLASSES, WireRule
 
 __all__ = [
+    "AUTOCAST_CLASSES",
     "INT4_GRADIENTS",
     "INT8_WEIGHTS",
     "ErrorFeedback",
@@ -32,6 +34,7 @@ __all__ = [
     "ShardedOptimizer",
     "StepResult",
     "TensorSource",
+    "WireRule",
     "gathered",
     "shard",
     "whole",

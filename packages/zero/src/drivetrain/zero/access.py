@@ -14,7 +14,8 @@ with the same four verbs:
 of a large model wants these. All of it works at every stage: what isn't split is simply there.
 
 Invariants: what is read is a copy, so writing to it changes nothing; what is written is what the next step, the next
-forward pass and the next checkpoint see, on every rank. Gradients are those of the loss as it was, without loss scale.
+forward pass and the next checkpoint see, on every rank. Gradients are those of the loss as it was, without loss scale
+(in fp32 where there is a scale: the fp16 ones that are stored may be too small for fp16 without it).
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
+
+
+def _unscaled(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a loss scale is taken off or put on."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Quantity(ABC):
@@ -191,14 +197,14 @@ class Quantity(ABC):
         return region[own.start : own.start + own.numel]
 
     def _shown(self, stored: torch.Tensor) -> torch.Tensor:
+        """A copy without the scale: in fp32 where there is one, since fp16 may not hold what is left."""
         scale = self._scale()
-        return stored.clone() if scale == 1.0 else stored / scale
+        return stored.clone() if scale == 1.0 else stored.to(_unscaled(stored.dtype)) / scale
 
     def _write(self, place: _Place, stored: torch.Tensor, value: torch.Tensor) -> None:
         """Overwrite ``stored``, which belongs to ``place``."""
-        stored.copy_(value.reshape(stored.shape))
-        if self._scale() != 1.0:
-            stored.mul_(self._scale())
+        scale, shaped = self._scale(), value.reshape(stored.shape)
+        stored.copy_(shaped if scale == 1.0 else shaped.to(_unscaled(stored.dtype)) * scale)
 
     def _dtypes(self, places: Sequence[_Place]) -> list[torch.dtype | None]:
         """The dtype that each is stored in on the ranks that have it, agreed on by all; None where none has."""
@@ -231,7 +237,7 @@ class Quantity(ABC):
 
 
 class Master(Quantity):
-    """Parameters in the precision that the optimizer keeps them in: fp32, or wider if they came so."""
+    """Parameters in the precision that the optimizer keeps them in (see `Policy.master_dtype`)."""
 
     def __str__(self) -> str:
         return "master weight"

@@ -9,8 +9,9 @@
 
 The rooms, from small to large: `layout` (who owns what, pure), `bucket` (storage), `unit` (buckets of one block),
 `grouping` (which parameters form a unit), `exchange` and `reducer` (gradients), `order` and `residency` (parameters),
-`hooks` (where all of it meets autograd), `guard` (what else programs do to a module), `optimizer`. For models that fit
-on no rank: `build` (`Init`, over `construction` and `split`) and `values` (what buckets are filled from).
+`hooks` (where all of it meets autograd), `guard` (what else programs do to a module), `optimizer`, `wire` (what travels
+in fewer bits). For models that fit on no rank: `build` (`Init`, over `construction` and `split`) and `values` (what
+buckets are filled from).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from drivetrain.zero.exchange import GradientExchange
 from drivetrain.zero.fetch import ParameterExchange
 from drivetrain.zero.grouping import (
     Group,
+    Kind,
     NamedParameter,
     group_parameters,
     named_parameters,
@@ -50,6 +52,7 @@ from drivetrain.zero.split import is_placeholder
 from drivetrain.zero.state import FlatSlice
 from drivetrain.zero.unit import Unit
 from drivetrain.zero.values import Initialize, ParameterValues, TensorSource, find_values
+from drivetrain.zero.wire import WireRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +142,7 @@ class ShardedModule:
             bucket.publish_master()
             if bucket.split and bucket.resident:
                 self.parameters.start(bucket).wait()
+        torch.clear_autocast_cache()
 
     def model_slices(self) -> dict[str, FlatSlice]:
         """This rank's part of every parameter, by canonical name, in the highest precision there is."""
@@ -234,6 +238,8 @@ def shard(
     builders = _builders(module, mesh, policy)
     if policy.releases_parameters:
         _check_leaves(module, policy)
+    if policy.wire_rule is not None:
+        _check_wire(module, policy.wire_rule)
     ranks = Ranks.of(mesh, policy)
     rows = row_parameters(module) if policy.sparse_gradients else frozenset()
     _check_same(module, rows, ranks.everyone)
@@ -253,7 +259,8 @@ def shard(
         leaf=policy.leaf,
     )
     parameters = ParameterExchange(policy, ranks)
-    plan = _Plan(policy=policy, ranks=ranks, origins=origins, rows=rows)
+    lowered = policy.wire_rule.parameters(module) if policy.wire_rule else frozenset()
+    plan = _Plan(policy=policy, ranks=ranks, origins=origins, rows=rows, lowered=lowered)
     units = tuple(
         Unit(index, group.name, group.modules, _make_buckets(group, plan), parameters)
         for index, group in enumerate(groups)
@@ -319,6 +326,16 @@ def _check_leaves(module: nn.Module, policy: Policy) -> None:
         )
 
 
+def _check_wire(module: nn.Module, rule: WireRule) -> None:
+    unknown = rule.unknown(module)
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)}: no class of this name is loaded, and {type(module).__name__} has no module of it, "
+            "so no parameter can be found that is safe to send in fewer bits (wire_rule; in a configuration "
+            "torch_autocast.lower_precision_safe_modules). Write package.module.Class, or remove it"
+        )
+
+
 def _check_same(module: nn.Module, rows: Collection[int], axis: Axis) -> None:
     """All ranks must have the same model but for its values, or every collective from here on would go wrong."""
     mine = [
@@ -360,23 +377,25 @@ def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
 class _Plan:
     """What all buckets of a module are made from.
 
-    ``rows``: the ids of parameters whose gradients travel as rows, which have a bucket each.
+    ``rows``: the ids of parameters whose gradients travel as rows, which have a bucket each. ``lowered``: of those that
+    travel in fewer bits.
     """
 
     policy: Policy
     ranks: Ranks
     origins: ParameterValues
     rows: Collection[int]
+    lowered: Collection[int]
 
 
 def _make_buckets(group: Group, plan: _Plan) -> list[Bucket]:
     buckets = []
-    for (dtype, _), kind in split_by_kind(group.parameters).items():
-        packed = [named for named in kind if _is_packed(named.parameter, group, plan.policy)]
-        others = [named for named in kind if not _is_packed(named.parameter, group, plan.policy)]
+    for kind, alike in split_by_kind(group.parameters, plan.lowered).items():
+        packed = [named for named in alike if _is_packed(named.parameter, group, plan.policy)]
+        others = [named for named in alike if not _is_packed(named.parameter, group, plan.policy)]
         for members in (packed, *set_apart(others, plan.rows)):
             for run in fill_buckets([p.parameter.numel() for p in members], plan.policy.bucket_numel):
-                buckets.append(_make_bucket([members[i] for i in run], dtype, group, plan))
+                buckets.append(_make_bucket([members[i] for i in run], kind, group, plan))
     return buckets
 
 
@@ -384,15 +403,15 @@ def _is_packed(parameter: nn.Parameter, group: Group, policy: Policy) -> bool:
     """Whether it is kept quantised. Vectors (biases, scales of norms) are not: they are few bytes and matter most."""
     if policy.frozen_rule is None or group.resident or parameter.requires_grad:
         return False
-    dtypes = {parameter.dtype, policy.compute_dtype(parameter.dtype)}
+    dtypes = {parameter.dtype, policy.formats(parameter.dtype).compute}
     return parameter.dim() >= 2 and parameter.numel() > 0 and dtypes.issubset(PACKABLE)
 
 
-def _make_bucket(parameters: list[NamedParameter], dtype: torch.dtype, group: Group, plan: _Plan) -> Bucket:
+def _make_bucket(parameters: list[NamedParameter], kind: Kind, group: Group, plan: _Plan) -> Bucket:
     packed = _is_packed(parameters[0].parameter, group, plan.policy)
     return Bucket(
         parameters,
-        dtype=plan.policy.compute_dtype(dtype),
+        formats=plan.policy.formats(kind.dtype, lowered=kind.lowered),
         resident=group.resident,
         splits_optimizer=plan.policy.splits_optimizer,
         ranks=plan.ranks,

@@ -9,8 +9,9 @@ Invariants:
   between uses a placeholder of the true shape and dtype whose elements read as NaN and cannot be written.
 - Autograd may have saved views of the full buffer. So the storage object is kept for good: released by resizing it
   to nothing, filled again before the views are read.
-- ``master`` covers the optimizer's region of the bucket (the rank's shard, or all of it at stage 0) in at least fp32;
-  where the parameters are fp32 already, or frozen, it IS that part of them, not a copy.
+- ``master`` covers the optimizer's region of the bucket (the rank's shard, or all of it at stage 0). Where its dtype is
+  that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they are frozen, it IS
+  that part of them, not a copy.
 - Where the shard is kept quantised (``packed``), there is nothing else: ``shard`` and ``master`` are empty.
 """
 
@@ -30,7 +31,7 @@ from drivetrain.kernels import QuantizationRule
 from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import ALIGNMENT, BucketLayout, Piece
 from drivetrain.zero.packed import PACKABLE, PackedShard, PackedSlice
-from drivetrain.zero.policy import HALF_TYPES
+from drivetrain.zero.policy import Formats
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.rows import Rows
 from drivetrain.zero.state import FlatSlice
@@ -73,7 +74,7 @@ class Bucket:
         parameters: the parameters, all of one dtype and all trained or all frozen. The first rank's values become the
             values on every rank.
         values: where their values come from instead; then no rank needs to have the whole bucket.
-        dtype: what they compute in.
+        formats: what they compute, are updated and travel in.
         resident: the full buffer is never released.
         splits_optimizer: the optimizer's region is this rank's shard instead of the whole bucket.
         ranks: the ranks that train it; it is split over their shard axis.
@@ -85,7 +86,7 @@ class Bucket:
     shard: torch.Tensor  # [shard_numel] dtype; a view of full if resident
     packed: PackedShard | None  # the shard, where it is kept quantised
     secondary: torch.Tensor | None  # [part of what is gathered]; a second copy within the node, if it is current
-    master: torch.Tensor  # [region] fp32 or wider
+    master: torch.Tensor  # [region] in the master weights' dtype
     local: torch.Tensor | Rows | None  # [padded_numel] gradients of this rank that are not reduced yet
     reduced: torch.Tensor | None  # [region] gradients reduced over the ranks that it is split over
     averaged: bool  # `reduced` is reduced over the replicas too
@@ -95,7 +96,7 @@ class Bucket:
         self,
         parameters: Sequence[NamedParameter],
         *,
-        dtype: torch.dtype,
+        formats: Formats,
         resident: bool,
         splits_optimizer: bool,
         ranks: Ranks,
@@ -106,7 +107,8 @@ class Bucket:
         axis = ranks.shard
         alignment = ALIGNMENT if pack is None else math.lcm(ALIGNMENT, pack.block_size)
         self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size, alignment)
-        self.dtype = dtype
+        self.dtype = formats.compute
+        self.wire = formats.wire
         self.resident = resident
         self.trainable = parameters[0].parameter.requires_grad
         self.split = splits_optimizer
@@ -120,7 +122,7 @@ class Bucket:
         self.secondary = None
         self.packed = None
         if pack is None:
-            self._place(parameters, ranks.everyone, values)
+            self._place(parameters, formats.master, ranks.everyone, values)
         else:
             self._pack(parameters, ranks.everyone, values, pack)
         self.slots = self._make_slots(parameters)
@@ -129,7 +131,9 @@ class Bucket:
         if not resident:
             self.release()
 
-    def _place(self, parameters: Sequence[NamedParameter], everyone: Axis, values: Values | None) -> None:
+    def _place(
+        self, parameters: Sequence[NamedParameter], master: torch.dtype, everyone: Axis, values: Values | None
+    ) -> None:
         """Lay out the values, in the precision they came in, and keep what this rank needs of them."""
         if values is not None and not self.resident:
             region = self._read(parameters, values)
@@ -140,8 +144,8 @@ class Bucket:
             region = flat[self.region]
             self.full = flat.to(self.dtype)
             self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
-        if self.trainable and self.dtype in HALF_TYPES:
-            self.master = region.to(torch.float32, copy=True)
+        if self.trainable and master != self.dtype:
+            self.master = region.to(master, copy=True)
         else:
             self.master = self.shard if self.split else self.full
 

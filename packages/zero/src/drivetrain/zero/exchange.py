@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from drivetrain.comm import Handle, Waitable, all_reduce, reduce_scatter, reduce_scatter_encoded
+from drivetrain.comm import Staged, Waitable, all_reduce, reduce_scatter, reduce_scatter_encoded
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.codec import NEAR, BlockCodec
 from drivetrain.zero.feedback import ErrorMemory
@@ -82,7 +82,8 @@ class GradientExchange:
         return self._policy.accumulate_dtype or bucket.dtype
 
     def _wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        return self._policy.reduce_dtype or self.accumulate_dtype(bucket)
+        """The dtype that gradients of ``bucket`` travel in, unless they are quantised."""
+        return bucket.wire or self._policy.reduce_dtype or self.accumulate_dtype(bucket)
 
     def _arithmetic(self) -> tuple[ReduceOp, float, float]:
         """How gradients are reduced, and what they are multiplied by before they travel and after it."""
@@ -147,14 +148,23 @@ class GradientExchange:
         if self._errors is not None:
             self._errors.step_taken(trusted=trusted)
 
-    def average(self, bucket: Bucket) -> Handle:
+    def average(self, bucket: Bucket) -> Waitable:
         """Reduce ``bucket.reduced`` over the replicas, in place. All of them must have it."""
         if bucket.reduced is None:
             bucket.reduced = torch.zeros(
                 bucket.master.numel(), dtype=self.accumulate_dtype(bucket), device=self._axis.device
             )
         bucket.averaged = True
-        return all_reduce(bucket.reduced, self._replicas, op=self._policy.reduce_op)
+        kept = bucket.reduced
+        sent = kept.to(self._wire_dtype(bucket))
+        handle = all_reduce(sent, self._replicas, op=self._policy.reduce_op)
+        if sent is kept:
+            return handle
+
+        def store() -> None:
+            kept.copy_(sent)
+
+        return Staged(handle, store)
 
     def unaverage(self, bucket: Bucket) -> None:
         """Before more is added to gradients that are averaged: leave a share that the next average makes whole."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -169,14 +170,23 @@ def _merge(groups: Sequence[Group]) -> list[Group]:
     return merged
 
 
+class Kind(NamedTuple):
+    """What one flat buffer cannot mix."""
+
+    dtype: torch.dtype  # stored
+    trained: bool
+    lowered: bool  # travels in fewer bits, see `wire`
+
+
 def split_by_kind(
-    parameters: Sequence[NamedParameter],
-) -> dict[tuple[torch.dtype, bool], list[NamedParameter]]:
-    """Separate parameters by what one flat buffer cannot mix: stored dtype and whether they are trained."""
-    kinds: dict[tuple[torch.dtype, bool], list[NamedParameter]] = {}
+    parameters: Sequence[NamedParameter], lowered: Collection[int] = ()
+) -> dict[Kind, list[NamedParameter]]:
+    """Separate parameters by kind. ``lowered`` are ids."""
+    kinds: dict[Kind, list[NamedParameter]] = {}
     for named in parameters:
-        key = (named.parameter.dtype, named.parameter.requires_grad)
-        kinds.setdefault(key, []).append(named)
+        parameter = named.parameter
+        kind = Kind(parameter.dtype, parameter.requires_grad, id(parameter) in lowered)
+        kinds.setdefault(kind, []).append(named)
     return kinds
 
 

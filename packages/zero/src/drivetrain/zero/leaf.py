@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from drivetrain.zero.classes import ModuleClass, class_name, is_class
+
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -23,7 +25,7 @@ class LeafRule:
     """Which modules are leaves; any of the conditions suffices.
 
     Attributes:
-        classes: classes, their bare names, or their dotted names (``package.module.Class``).
+        classes: classes, their bare names, or their dotted names (``package.module.Class``, ``torch.nn.Linear``).
         names: names in the module tree, as ``named_modules`` gives them.
         suffixes: endings of names, whole components: ``mlp`` matches ``layers.3.mlp`` and not ``layers.3.submlp``.
         find: look for modules that pick among experts.
@@ -31,7 +33,7 @@ class LeafRule:
             leaf: gathering its parts one by one would cost more calls than bytes. 0 for none.
     """
 
-    classes: tuple[type[nn.Module] | str, ...] = ()
+    classes: tuple[ModuleClass, ...] = ()
     names: tuple[str, ...] = ()
     suffixes: tuple[str, ...] = ()
     find: bool = True
@@ -42,10 +44,8 @@ class LeafRule:
         return self._named(name, module) or (self.find and _picks_experts(module)) or self._fine_grained(module)
 
     def _named(self, name: str, module: nn.Module) -> bool:
-        own = type(module)
-        dotted = (own.__name__, f"{own.__module__}.{own.__qualname__}")
         return (
-            any(own is wanted if isinstance(wanted, type) else wanted in dotted for wanted in self.classes)
+            any(is_class(type(module), wanted) for wanted in self.classes)
             or name in self.names
             or any(name == suffix or name.endswith("." + suffix) for suffix in self.suffixes)
         )
@@ -60,7 +60,7 @@ class LeafRule:
         """The classes, names and suffixes that match nothing in ``module``'s tree, for a message."""
         tree = list(module.named_modules())
         rules = [
-            *((f"class '{_class_name(wanted)}'", LeafRule(classes=(wanted,))) for wanted in self.classes),
+            *((f"class '{class_name(wanted)}'", LeafRule(classes=(wanted,))) for wanted in self.classes),
             *((f"name '{wanted}'", LeafRule(names=(wanted,))) for wanted in self.names),
             *((f"suffix '{wanted}'", LeafRule(suffixes=(wanted,))) for wanted in self.suffixes),
         ]
@@ -69,10 +69,6 @@ class LeafRule:
 
 FOUND = LeafRule()
 """Only the leaves that are found by what they hold."""
-
-
-def _class_name(wanted: type[nn.Module] | str) -> str:
-    return wanted.__name__ if isinstance(wanted, type) else wanted
 
 
 def _picks_experts(module: nn.Module) -> bool:

@@ -5,8 +5,12 @@ idea: give the optimizer the slices. Its parameter groups keep their objects and
 attached to them go on working), and each holds 1-D views of master weights instead of parameters; at stage 0 the
 views are whole and in shape.
 
-The step goes bucket by bucket: widen the gradients, update, write the low-precision copy, send it to the others, and
-let the gradients go, so that fp32 gradients of one bucket exist at a time and the sends overlap with the next update.
+The step goes bucket by bucket: bring the gradients into the master weights' dtype, update, write the low-precision
+copy, send it to the others, and let the gradients go, so that fp32 gradients of one bucket exist at a time and the
+sends overlap with the next update.
+
+What takes the loss scale off and clips is one factor. An optimizer that says ``takes_factor = True`` is called as
+``step(factor=...)`` and multiplies on the fly, in fp32; for any other one the gradients are multiplied before.
 
 Only an optimizer whose update of an element depends on nothing but that element's history may be fed slices. Which
 ones those are is a table here; an optimizer of one's own says it with a class attribute ``elementwise = True``. One
@@ -21,13 +25,14 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
 from drivetrain.comm import Waitable, all_gather_object, all_reduce
-from drivetrain.kernels import Lion
+from drivetrain.kernels import FusedAdagrad, FusedAdam, FusedSgd, Lion
 from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
 from drivetrain.zero.clip import clip_coefficient, own_square_sum
@@ -48,6 +53,9 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.ASGD,
+    FusedAdam,
+    FusedAdagrad,
+    FusedSgd,
     Lion,
 )
 
@@ -113,7 +121,8 @@ class ShardedOptimizer:
 
     Raises:
         TypeError: ``optimizer`` is no torch optimizer.
-        ValueError: the optimizer cannot work on slices or within one step, or has parameters the module lacks.
+        ValueError: the optimizer cannot work on slices, within one step or on fp16 weights, or has parameters the
+            module lacks.
     """
 
     def __init__(
@@ -141,6 +150,7 @@ class ShardedOptimizer:
         self._skipped_in_a_row = 0
         self._whole_norms = bool(getattr(optimizer, "needs_whole_norms", False))
         self._whole_matrices = hasattr(optimizer, "matrix_exchange")
+        self._takes_factor = bool(getattr(optimizer, "takes_factor", False))
         self._elementwise = isinstance(optimizer, ELEMENTWISE) or bool(getattr(optimizer, "elementwise", False))
         self._scalars: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         self._check()
@@ -164,6 +174,13 @@ class ShardedOptimizer:
                 f"{name} is not known to update each element on its own, and ZeRO stage {self.sharded.policy.stage} "
                 "gives an optimizer slices of parameters. Use stage 0, or set `elementwise = True` on its class if an "
                 "element's update depends on nothing but that element's own values."
+            )
+        half = any(bucket.master.dtype == torch.float16 for bucket in self.sharded.trainable_buckets)
+        if half and not self._takes_factor:
+            raise ValueError(
+                f"{name} would be given fp16 gradients without their loss scale, since master weights are fp16, and "
+                "small ones would be 0. Use an optimizer of drivetrain.kernels, which takes the scale off in fp32, or "
+                "keep fp32 master weights"
             )
 
     def _take_over(self) -> list[_SubGroup]:
@@ -329,7 +346,7 @@ class ShardedOptimizer:
         for batch in batches:
             for sub in batch:
                 self._give_gradients(sub, factor)
-            written = self._run_optimizer(batch)
+            written = self._run_optimizer(batch, factor)
             for sub in batch:
                 bucket = sub.bucket
                 for part in sub:
@@ -343,6 +360,7 @@ class ShardedOptimizer:
             group.update((key, value) for key, value in copy.items() if key != "params")
         for handle in arriving:
             handle.wait()
+        torch.clear_autocast_cache()  # rounded copies of what has changed, where autocast reaches beyond a step
         self.sharded.reducer.clear()
         self.sharded.reducer.step_taken(trusted=True)
 
@@ -356,16 +374,17 @@ class ShardedOptimizer:
         bucket = sub.bucket
         if bucket.reduced is None:
             return
-        gradients = bucket.reduced.to(bucket.master.dtype)
-        if factor != 1.0:
-            gradients.mul_(factor)
+        wanted, gradients = bucket.master.dtype, bucket.reduced
+        if factor != 1.0 and not self._takes_factor:
+            gradients = gradients.to(torch.promote_types(gradients.dtype, wanted)).mul_(factor)
+        gradients = gradients.to(wanted)
         for part in sub:
             if bucket.used[part.slot_index]:
                 piece = part.piece
                 flat = gradients[piece.shard_offset : piece.shard_offset + piece.numel]
                 part.tensor.grad = flat.view(part.tensor.shape)
 
-    def _run_optimizer(self, batch: list[_SubGroup]) -> list[dict[str, Any]]:
+    def _run_optimizer(self, batch: list[_SubGroup], factor: float) -> list[dict[str, Any]]:
         """Let the optimizer see only the parameters of ``batch``, in copies of its groups, which are returned.
 
         What an optimizer writes into its groups, such as a step count of its own, stays in the copies, so that every
@@ -378,7 +397,10 @@ class ShardedOptimizer:
         ]
         self.optimizer.param_groups = copies
         try:
-            self.optimizer.step()
+            if self._takes_factor:
+                self.optimizer.step(factor=factor)  # type: ignore[call-overload]
+            else:
+                self.optimizer.step()
         finally:
             self.optimizer.param_groups = groups
         return copies
@@ -417,22 +439,51 @@ class ShardedOptimizer:
                 schema.setdefault(key, {"kind": _kind(key, value, part.tensor), "dtype": dtype})
         return schema
 
-    def prepare_state(self, stored: Mapping[str, set[str]], schema: Mapping[str, Mapping[str, str]]) -> None:
-        """Allocate state to load into: for each parameter name, the keys that a checkpoint holds of it."""
+    def prepare_state(
+        self,
+        stored: Mapping[str, set[str]],
+        schema: Mapping[str, Mapping[str, str]],
+        saved_as: Mapping[str, torch.dtype] = MappingProxyType({}),
+    ) -> None:
+        """Allocate state to load into.
+
+        State that has a value for each element takes the dtype that this optimizer gives it: those of
+        ``drivetrain.kernels`` say which (``state_dtype_of``), and torch's make it like the master weights. Others are
+        taken to make it as it was saved if the master weights were saved in the dtype that they have here, and else
+        like them.
+
+        Args:
+            stored: for each parameter name, the keys that a checkpoint holds of it.
+            schema: what `state_schema` said of the keys.
+            saved_as: dtypes in the checkpoint, of parameters by name and of their state by ``<parameter>/<key>``; where
+                there is none, the parameter's own and the schema's.
+        """
         self.optimizer.state.clear()
         self._scalars.clear()
         for _, part, _ in self._parts():
-            for key in stored.get(part.slot.name, set()):
+            name = part.slot.name
+            for key in stored.get(name, set()):
                 kind, dtype = schema[key]["kind"], getattr(torch, schema[key]["dtype"])
                 state = self.optimizer.state[part.tensor]
                 if kind == "elementwise":
-                    state[key] = torch.zeros_like(part.tensor, dtype=dtype)
+                    saved = saved_as.get(f"{name}/{key}", dtype)
+                    same_master = saved_as.get(name, part.tensor.dtype) == part.tensor.dtype
+                    wanted = self._state_dtype(part.tensor, saved, same_master=same_master)
+                    state[key] = torch.zeros_like(part.tensor, dtype=wanted)
                 elif kind == "tensor":
                     device = part.tensor.device if self._scalars_on_device(part) else "cpu"
                     state[key] = torch.zeros((), dtype=dtype, device=device)
                 else:
                     state[key] = {"int": 0, "float": 0.0, "bool": False}[kind]
                     self._scalars[part.tensor, key] = torch.zeros((), dtype=dtype)
+
+    def _state_dtype(self, tensor: torch.Tensor, saved: torch.dtype, *, same_master: bool) -> torch.dtype:
+        if not saved.is_floating_point:
+            return saved
+        if hasattr(self.optimizer, "state_dtype_of"):
+            own: torch.dtype = self.optimizer.state_dtype_of(tensor)
+            return own
+        return saved if same_master and not isinstance(self.optimizer, ELEMENTWISE) else tensor.dtype
 
     def _scalars_on_device(self, part: _Part) -> bool:
         groups = self.optimizer.param_groups

@@ -14,6 +14,7 @@ import torch
 
 from drivetrain.kernels import QuantizationRule
 from drivetrain.zero.leaf import FOUND, LeafRule
+from drivetrain.zero.wire import WireRule
 
 ReduceOp = Literal["mean", "sum"]
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -39,15 +40,36 @@ class ErrorFeedback:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Formats:
+    """The dtypes of one bucket.
+
+    Attributes:
+        compute: of the parameters.
+        master: of what the optimizer updates; the parameters themselves where it equals ``compute``.
+        wire: of gradients, and of parameters that are gathered, while they travel; None where the policy's other
+            fields say it.
+    """
+
+    compute: torch.dtype
+    master: torch.dtype
+    wire: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Policy:
     """How a module is sharded and trained.
 
     Attributes:
         stage: 0 nothing is split, 1 optimizer state, 2 and gradients, 3 and parameters.
         param_dtype: dtype that floating-point parameters compute in; None keeps each parameter's own. Below fp32 the
-            optimizer works on fp32 master weights.
+            optimizer works on master weights.
+        master_dtype: dtype of master weights. None is fp32; ``param_dtype`` has the optimizer update the 16-bit
+            parameters themselves, so that an update smaller than half their spacing (2**-9 of the value in bf16,
+            2**-12 in fp16) is lost.
         reduce_dtype: dtype on the wire for gradients; None means ``accumulate_dtype``.
         accumulate_dtype: dtype that gradients are summed in over micro-batches; None means the parameter's dtype.
+        wire_rule: which fp32 parameters are gathered, and their gradients reduced, in 16 bits, whatever
+            ``reduce_dtype`` says of the others: for a module that is called under ``torch.autocast``.
         reduce_op: ``mean`` or ``sum`` over ranks.
         predivide_factor: gradients are divided by this before they travel and by ``world / factor`` after it.
         reduce_every_micro_batch: reduce gradients in each backward pass (True) or only in the one that closes the
@@ -80,8 +102,10 @@ class Policy:
 
     stage: int = 0
     param_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
+    wire_rule: WireRule | None = None
     reduce_op: ReduceOp = "mean"
     predivide_factor: float = 1.0
     reduce_every_micro_batch: bool | None = None
@@ -114,10 +138,23 @@ class Policy:
         if self.persistence_numel < 0:
             raise ValueError(f"persistence_numel cannot be negative, got {self.persistence_numel}")
         self._check_compression()
-        for name in ("param_dtype", "reduce_dtype", "accumulate_dtype"):
+        self._check_dtypes()
+
+    def _check_dtypes(self) -> None:
+        for name in ("param_dtype", "master_dtype", "reduce_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"{name} must be a floating-point dtype, got {dtype}")
+        if self.master_dtype not in (None, torch.float32, self.param_dtype):
+            raise ValueError(
+                f"master_dtype is {self.master_dtype} and param_dtype {self.param_dtype}; master weights are fp32, or "
+                "the parameters themselves: make the two equal, or leave master_dtype out"
+            )
+        if self.master_dtype == torch.float16 and self.accumulate_dtype not in (None, torch.float16):
+            raise ValueError(
+                f"master_dtype is torch.float16, so the optimizer takes gradients in fp16, and accumulate_dtype is "
+                f"{self.accumulate_dtype}: a sum that carries the loss scale may not fit fp16 afterwards. Leave one out"
+            )
 
     def _check_compression(self) -> None:
         if self.stage < 3 and (self.gather_rule or self.secondary_ranks > 1 or self.gather_in_two):
@@ -159,6 +196,9 @@ class Policy:
             return self.reduce_every_micro_batch
         return self.stage >= 2
 
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that a parameter stored as ``dtype`` computes in."""
-        return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+    def formats(self, dtype: torch.dtype, *, lowered: bool = False) -> Formats:
+        """The dtypes of parameters that come in ``dtype``; ``lowered``: they are among those of ``wire_rule``."""
+        compute = self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+        master = (self.master_dtype or torch.float32) if compute in HALF_TYPES else compute
+        rule = self.wire_rule if lowered and compute == torch.float32 else None
+        return Formats(compute=compute, master=master, wire=rule.dtype if rule else None)

@@ -16,7 +16,7 @@ class LossScalePolicy:
         window: good steps in a row (since the last overflow) before the scale doubles.
         hysteresis: overflows to bear before the scale is halved.
         consecutive_hysteresis: every good step restores the hysteresis; else only a doubling does.
-        minimum: the scale never goes below this.
+        minimum: a dynamic scale never goes below this.
     """
 
     initial: float = 65536.0
@@ -59,6 +59,11 @@ class LossScaler:
         return self._state.scale
 
     @property
+    def active(self) -> bool:
+        """The loss carries a scale: gradients that come without one are an error."""
+        return self.policy != NO_SCALING
+
+    @property
     def at_minimum(self) -> bool:
         """Another overflow could not lower the scale."""
         return not self.policy.dynamic or self._state.scale <= self.policy.minimum
@@ -84,13 +89,21 @@ class LossScaler:
                     state.hysteresis = policy.hysteresis
         state.step += 1
 
-    def state_dict(self) -> dict[str, float | int]:
-        return asdict(self._state)
+    def state_dict(self) -> dict[str, float | int | bool]:
+        return {**asdict(self._state), "dynamic": self.policy.dynamic}
 
-    def load_state_dict(self, state: dict[str, float | int]) -> None:
+    def load_state_dict(self, state: dict[str, float | int | bool]) -> None:
+        """Go on from where a dynamic scale was.
+
+        Only from a dynamic scale to a dynamic one: a constant scale is the policy's, whatever was saved, and one that
+        starts to move starts where its policy says. The policy's minimum and hysteresis hold for what is loaded too.
+        """
+        moved = state.get("dynamic", state["step"] > 0)  # constant scales count no steps
+        if not (self.policy.dynamic and moved):
+            return
         self._state = _ScaleState(
-            scale=float(state["scale"]),
-            hysteresis=int(state["hysteresis"]),
+            scale=max(float(state["scale"]), self.policy.minimum),
+            hysteresis=min(int(state["hysteresis"]), self.policy.hysteresis),
             step=int(state["step"]),
             last_overflow=int(state["last_overflow"]),
         )

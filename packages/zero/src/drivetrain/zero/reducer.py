@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drivetrain.comm import Handle, broadcast
+from drivetrain.comm import Waitable, broadcast
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.exchange import GradientExchange, Pending
 from drivetrain.zero.ranks import Ranks
@@ -74,7 +74,7 @@ class GradientReducer:
         self._observed: list[int] = []
         self._agreed = len(self._order) < 2
         self._pending: deque[Pending] = deque()
-        self._averaging: list[Handle] = []
+        self._averaging: list[Waitable] = []
 
     @torch.no_grad()
     def take(self, lane_index: int, slot_index: int, gradient: torch.Tensor, *, reduces: bool) -> None:

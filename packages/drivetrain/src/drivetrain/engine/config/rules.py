@@ -5,7 +5,8 @@ out when one of those already has a problem of its own: a person is told about t
 it.
 
 Limits of upstream that come from its implementation and are not shared: LAMB needs no dynamic loss scale; accumulation
-under the caller's own count goes with any stage.
+under the caller's own count goes with any stage; 16-bit master weights and moments need no stage, no offload and not
+each other.
 """
 
 from __future__ import annotations
@@ -43,8 +44,56 @@ def _one_format(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _autocast_alone(config: Config) -> Iterator[Conflict]:
+    other = config.model_dtype
+    if config.torch_autocast.enabled and other != "fp32":
+        yield Conflict(
+            path="torch_autocast.enabled",
+            message=f"torch_autocast computes over fp32 parameters, and the {other} section makes them {other}",
+            hint=f"set one of the two to false; {other} takes less memory, torch_autocast keeps sensitive operations "
+            "in fp32",
+        )
+
+
+def _autocast_dtype(config: Config) -> Iterator[Conflict]:
+    if config.torch_autocast.enabled and config.torch_autocast.dtype == "fp32":
+        yield Conflict(
+            path="torch_autocast.dtype",
+            message="autocast computes in 16 bits, bf16 or fp16",
+            hint="choose one of them, or switch torch_autocast off for training in fp32",
+        )
+
+
+def _fp16_masters(config: Config) -> Iterator[Conflict]:
+    if not (config.fp16.enabled and config.fp16.fp16_master_weights_and_grads):
+        return
+    if config.data_types.grad_accum_dtype not in (None, "fp16"):
+        yield Conflict(
+            path="data_types.grad_accum_dtype",
+            message="fp16_master_weights_and_grads keeps gradients in fp16, not in "
+            f"{config.data_types.grad_accum_dtype}",
+            hint="remove the key, or set fp16_master_weights_and_grads to false",
+        )
+    if config.fp32_optimizer_states is False:
+        yield Conflict(
+            path="optimizer.params.fp32_optimizer_states",
+            message="with fp16_master_weights_and_grads the moments would be fp16, which rounds squared gradients to 0",
+            hint="remove the key, or use bf16",
+        )
+
+
+def _moments(config: Config) -> Iterator[Conflict]:
+    if config.bf16.enabled and config.bf16.bf16_optimizer_states and config.fp32_optimizer_states:
+        yield Conflict(
+            path="optimizer.params.fp32_optimizer_states",
+            message="bf16_optimizer_states keeps the moments in bf16, not in fp32",
+            hint="remove one of the two keys",
+        )
+
+
 def _dynamic_scale(config: Config) -> Iterator[Conflict]:
-    if not config.fp16.enabled or config.fp16.loss_scale != 0:
+    autocast = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
+    if not (config.fp16.enabled or autocast) or config.fp16.loss_scale != 0:
         return
     if config.fp16.loss_scale_window == 0:
         yield Conflict(
@@ -135,8 +184,30 @@ def _bias_correction(config: Config) -> Iterator[Conflict]:
 
 RULES = (
     Rule(reads=("fp16.enabled", "bf16.enabled"), check=_one_format),
+    Rule(reads=("torch_autocast.enabled", "fp16.enabled", "bf16.enabled"), check=_autocast_alone),
+    Rule(reads=("torch_autocast.enabled", "torch_autocast.dtype"), check=_autocast_dtype),
     Rule(
-        reads=("fp16.enabled", "fp16.loss_scale", "fp16.loss_scale_window", "fp16.min_loss_scale"), check=_dynamic_scale
+        reads=(
+            "fp16.enabled",
+            "fp16.fp16_master_weights_and_grads",
+            "data_types.grad_accum_dtype",
+            "optimizer.params.fp32_optimizer_states",
+        ),
+        check=_fp16_masters,
+    ),
+    Rule(
+        reads=("bf16.enabled", "bf16.bf16_optimizer_states", "optimizer.params.fp32_optimizer_states"), check=_moments
+    ),
+    Rule(
+        reads=(
+            "fp16.enabled",
+            "fp16.loss_scale",
+            "fp16.loss_scale_window",
+            "fp16.min_loss_scale",
+            "torch_autocast.enabled",
+            "torch_autocast.dtype",
+        ),
+        check=_dynamic_scale,
     ),
     Rule(reads=("gradient_allreduce_op", "zero_optimization.stage"), check=_sum_at_stage_3),
     Rule(
@@ -174,6 +245,7 @@ def advice(config: Config) -> Iterator[tuple[str, str]]:
     given = sorted(_STAGE_3_KEYS.intersection(zero.changed()))
     if zero.stage < 3 and given:
         yield "zero_optimization", f"this is stage {zero.stage}, and only stage 3 uses {', '.join(given)}"
+    yield from _format_advice(config)
     if config.scheduler is not None and config.scheduler.native is not None:
         yield from _schedule_advice(config.scheduler.arguments())
 
@@ -187,6 +259,39 @@ _STAGE_3_KEYS = frozenset(
         "max_reuse_distance",
     }
 )
+
+
+def _format_advice(config: Config) -> Iterator[tuple[str, str]]:
+    scaled = config.fp16.enabled or config.torch_autocast.enabled  # whose format may be decided by the device
+    for path, dtype in (
+        ("communication_data_type", config.communication_data_type),
+        ("data_types.grad_accum_dtype", config.data_types.grad_accum_dtype),
+    ):
+        if dtype == "fp16" and not scaled:
+            yield path, "gradients without a loss scale in fp16: those below 6e-8 become 0; bf16 has the range for them"
+    if config.drivetrain.auto_cast and config.model_dtype == "fp32":
+        yield "drivetrain.auto_cast", "has no effect, since neither fp16 nor bf16 is enabled"
+    if config.fp32_optimizer_states is False and not config.updates_in_place:
+        yield "optimizer.params.fp32_optimizer_states", "has no effect, since the master weights are fp32"
+    decay = _slowest_decay(config)
+    if config.moments_dtype == "bf16" and decay > _BF16_DECAY:
+        yield (
+            "bf16.bf16_optimizer_states" if config.bf16.bf16_optimizer_states else "optimizer.params",
+            f"a second moment in bf16 hardly falls at a decay rate of {decay:g}, since a step down is less than half "
+            'of the distance between two numbers; use "betas": [0.9, 0.95], or moments in fp32',
+        )
+
+
+_BF16_DECAY = 1 - 2.0**-8
+"""Half of the distance between two numbers of bf16 is 2**-9 to 2**-8 of them: above this rate some round to
+themselves, above 1 - 2**-9 all do."""
+
+
+def _slowest_decay(config: Config) -> float:
+    """The decay rate of the second moment, where the optimizer has one that is known here."""
+    if config.optimizer is None or config.optimizer.native is None:
+        return 0.0
+    return float(config.optimizer.arguments().get("betas", (0.0,))[-1])
 
 
 def _schedule_advice(arguments: dict[str, object]) -> Iterator[tuple[str, str]]:

@@ -58,7 +58,12 @@ class AdamParams(LearningRate):
         Flag, Key("Divide by the largest second moment so far.", differs="Works; upstream's fused Adam refuses it.")
     ] = False
     torch_adam: Annotated[
-        Flag, Key("Use torch's own implementation.", NO_EFFECT, differs="Adam is torch's own, in its fused form.")
+        Flag,
+        Key(
+            "Use torch's own implementation.",
+            NO_EFFECT,
+            differs="Adam is torch's own, in its fused form, unless moments or master weights are 16-bit.",
+        ),
     ] = False
     adam_w_mode: Annotated[
         Flag, Key("Decoupled weight decay. AdamW always decouples, and so does Adam unless this is false.")
@@ -66,10 +71,8 @@ class AdamParams(LearningRate):
     fp32_optimizer_states: Annotated[
         Flag,
         Key(
-            "Keep the moments in fp32.",
-            PLANNED,
-            feature="optimizer moments in the parameters' format",
-            instead="keep it true",
+            "Keep the moments in fp32; false: in the format of the master weights.",
+            differs="Works on any device; upstream reads it where the optimizer runs on the CPU.",
         ),
     ] = True
 
@@ -82,10 +85,8 @@ class AdagradParams(LearningRate):
     fp32_optimizer_states: Annotated[
         Flag,
         Key(
-            "Keep the sum in fp32.",
-            PLANNED,
-            feature="optimizer moments in the parameters' format",
-            instead="keep it true",
+            "Keep the sum in fp32; false: in the format of the master weights.",
+            differs="Works on any device; upstream reads it where the optimizer runs on the CPU.",
         ),
     ] = True
 
@@ -116,10 +117,8 @@ class LionParams(LearningRate):
     fp32_optimizer_states: Annotated[
         Flag,
         Key(
-            "Keep the moment in fp32.",
-            PLANNED,
-            feature="optimizer moments in the parameters' format",
-            instead="keep it true",
+            "Keep the moment in fp32; false: in the format of the master weights.",
+            differs="Works on any device; upstream reads it where the optimizer runs on the CPU.",
         ),
     ] = True
 

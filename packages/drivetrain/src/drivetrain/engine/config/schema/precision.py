@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from drivetrain.engine.config.schema.keys import (
     NO_EFFECT,
-    PLANNED,
     Count,
     Dtype,
     Flag,
@@ -26,7 +25,6 @@ Power = Annotated[int, Field(ge=0, le=127), BeforeValidator(whole)]
 """An exponent of 2 within the range of float32."""
 
 _AUTO_ENABLED = "false, unless a hint says otherwise"
-_KEEP_MASTERS = "keep it false: masters and gradients stay in fp32"
 
 
 class Fp16(Section):
@@ -38,7 +36,9 @@ class Fp16(Section):
     }
 
     enabled: Annotated[Flag, Key("Compute in float16. Not together with bf16.", auto_text=_AUTO_ENABLED)] = False
-    auto_cast: Annotated[Flag, Key("Cast floating-point inputs of the model to float16.")] = False
+    auto_cast: Annotated[
+        Flag, Key("Cast floating-point inputs of the model to float16. `drivetrain.auto_cast` does it for bf16 too.")
+    ] = False
     loss_scale: Annotated[NonNegative, Key("Constant loss scale; 0 finds it by itself (dynamic).")] = 0.0
     initial_scale_power: Annotated[Power, Key("A dynamic scale starts at 2 to this power.")] = 16
     loss_scale_window: Annotated[Count, Key("Steps without overflow after which a dynamic scale doubles.")] = 1000
@@ -52,21 +52,20 @@ class Fp16(Section):
     fp16_master_weights_and_grads: Annotated[
         Flag,
         Key(
-            "Keep master weights and gradients in float16.",
-            PLANNED,
-            feature="keeping master weights and gradients in fp16",
-            instead=_KEEP_MASTERS,
+            "Update the float16 parameters themselves, from float16 gradients: no fp32 master weights. Moments are "
+            "fp32.",
+            differs="Works at any stage and on any device; upstream needs stages 1 to 3 and its CPU Adam.",
         ),
     ] = False
 
 
 class Bf16(Section):
-    """Training in bfloat16, with fp32 master weights."""
+    """Training in bfloat16."""
 
     shorthand: ClassVar[str] = "enabled"
     mistaken: ClassVar[Mapping[str, str]] = {
         "check_overflow": 'the key is spelled "check_grad_overflow"',
-        "auto_cast": "only fp16 casts inputs; pass the inputs in bfloat16, or as integers",
+        "auto_cast": 'upstream has it for fp16 only; write "drivetrain": {"auto_cast": true}, which goes for both',
         "loss_scale": "bfloat16 has the range of float32 and needs no loss scale; remove the key",
     }
 
@@ -83,19 +82,16 @@ class Bf16(Section):
     bf16_master_weights_and_grads: Annotated[
         Flag,
         Key(
-            "Keep master weights and gradients in bfloat16.",
-            PLANNED,
-            feature="keeping master weights and gradients in bf16",
-            instead=_KEEP_MASTERS,
+            "Update the bfloat16 parameters themselves, from bfloat16 gradients: no fp32 master weights.",
+            differs="Works at any stage and on any device; upstream needs stages 1 to 3, and its CPU Adam unless "
+            "`bf16_optimizer_states` is set too.",
         ),
     ] = False
     bf16_optimizer_states: Annotated[
         Flag,
         Key(
             "Keep the optimizer's moments in bfloat16.",
-            PLANNED,
-            feature="keeping the optimizer's moments in bf16",
-            instead="keep it false",
+            differs="Goes with fp32 master weights too; upstream needs `bf16_master_weights_and_grads`.",
         ),
     ] = False
 
@@ -111,15 +107,24 @@ class Amp(Section):
 
 
 class TorchAutocast(Section):
-    """Mixed precision by torch.autocast."""
+    """Mixed precision by torch.autocast, over parameters that stay as they are. In fp16 the loss carries a scale, by
+    the keys of the `fp16` section."""
 
     shorthand: ClassVar[str] = "enabled"
 
-    enabled: Annotated[Flag, Key("Run the forward pass under torch.autocast.")] = False
-    dtype: Annotated[Dtype | None, Key("What autocast computes in; null is the device's default.")] = None
+    enabled: Annotated[
+        Flag, Key("Run the engine's forward pass under torch.autocast. Not together with fp16 or bf16.")
+    ] = False
+    dtype: Annotated[
+        Dtype | None, Key("What autocast computes in: fp16 or bf16; null is torch's default for the device.")
+    ] = None
     lower_precision_safe_modules: Annotated[
         Texts | None,
-        Key("Dotted class names whose parameters are communicated in `dtype`; null is Linear and Conv1d to Conv3d."),
+        Key(
+            "Dotted names of classes whose own parameters travel in `dtype` when gradients are reduced, and at stage 3 "
+            "gathered; all others in fp32, or in `communication_data_type`. null is Linear and Conv1d to Conv3d.",
+            differs="A parameter that a module of another class owns too travels as it is.",
+        ),
     ] = None
 
 

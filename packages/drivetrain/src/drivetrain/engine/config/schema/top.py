@@ -88,6 +88,13 @@ class Drivetrain(Section):
     garbage_collection_interval: Annotated[
         Positive, Key("Optimizer steps between two searches of young objects, if managed.")
     ] = 1
+    auto_cast: Annotated[
+        Flag,
+        Key(
+            "Cast floating-point inputs of the model to the format that `fp16` or `bf16` choose. Targets too: leave it "
+            "false where they need more digits, and cast in the model."
+        ),
+    ] = False
 
 
 _INFERENCE_KEYS = (
@@ -120,6 +127,7 @@ class Config(Section):
         "lr": _LR_PLACE,
         "learning_rate": _LR_PLACE,
         "max_grad_norm": 'the key is spelled "gradient_clipping"',
+        "fp32_allreduce": 'write "communication_data_type": "fp32"',
         "grad_clip": 'the key is spelled "gradient_clipping"',
     }
 
@@ -203,18 +211,10 @@ class Config(Section):
             "NVIDIA Apex.",
             PLANNED,
             feature="mixed precision by NVIDIA Apex",
-            instead="use the bf16 or the fp16 section",
+            instead="use the bf16, the fp16 or the torch_autocast section",
         ),
     ] = Field(default_factory=Amp)
-    torch_autocast: Annotated[
-        TorchAutocast,
-        Key(
-            "torch.autocast.",
-            PLANNED,
-            feature="mixed precision by torch.autocast",
-            instead="use the bf16 or the fp16 section",
-        ),
-    ] = Field(default_factory=TorchAutocast)
+    torch_autocast: Annotated[TorchAutocast, Key("torch.autocast.")] = Field(default_factory=TorchAutocast)
     data_types: Annotated[DataTypes, Key("Other number formats.")] = Field(default_factory=DataTypes)
     zero_optimization: Annotated[ZeroOptimization, Key("What is partitioned over ranks.")] = Field(
         default_factory=ZeroOptimization
@@ -409,6 +409,28 @@ class Config(Section):
     def accumulation_dtype(self) -> Literal["fp16", "bf16", "fp32"]:
         """Format in which gradients add up, with null resolved."""
         return self.data_types.grad_accum_dtype or self.model_dtype
+
+    @property
+    def updates_in_place(self) -> bool:
+        """Whether the optimizer updates the model's 16-bit parameters, with no fp32 master weights beside them."""
+        if self.fp16.enabled:
+            return self.fp16.fp16_master_weights_and_grads
+        return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
+
+    @property
+    def moments_dtype(self) -> Literal["fp16", "bf16", "fp32"] | None:
+        """Format of the optimizer's moments; None where no key says so, and the optimizer's own way is fp32."""
+        if self.bf16.enabled and self.bf16.bf16_optimizer_states:
+            return "bf16"
+        if not self.updates_in_place:
+            return None
+        return "fp32" if self.fp32_optimizer_states is not False else self.model_dtype
+
+    @property
+    def fp32_optimizer_states(self) -> bool | None:
+        """The argument of the optimizer, where the file gives it."""
+        given = None if self.optimizer is None else self.optimizer.params.get("fp32_optimizer_states")
+        return given if isinstance(given, bool) else None
 
     def resolve_batch(self, data_parallel_size: int) -> BatchSizes:
         """The three batch sizes for a number of data-parallel ranks.
