@@ -11,6 +11,11 @@ from drivetrain.comm.report import differing, mismatch_text, ranks_text
 from drivetrain.comm.trail import Issued
 
 
+def timed_out(error: RuntimeError) -> bool:
+    """Whether torch says that nothing came in time, rather than that something is gone."""
+    return any(words in str(error).lower() for words in ("timed out", "timeout"))
+
+
 class Call:
     """A collective on its axis."""
 

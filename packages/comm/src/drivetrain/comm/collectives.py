@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.comm import gloo, shared_calls
-from drivetrain.comm.call import Call
+from drivetrain.comm.call import Call, timed_out
 from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.mesh import Axis
 from drivetrain.comm.reduction import Op, check_op
@@ -74,7 +74,7 @@ class Handle:
             self._error = error
             raise
         except RuntimeError as error:
-            self._error = call.lost(str(error), None, late="timeout" in str(error).lower())
+            self._error = call.lost(str(error), None, late=timed_out(error))
             raise self._error from error
         finally:
             axis.trail.leave()

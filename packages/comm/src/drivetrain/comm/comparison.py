@@ -4,7 +4,7 @@ Problem: where ranks part, the backend shows two of them at best (NCCL none), an
 Idea: every rank leaves what it issues in the store, and reads what all others left before it waits. All ranks read the
 same, so all come to the same verdict, and each raises it.
 Invariants: issuing never blocks, as streams of collectives on several axes may be interleaved in different ways on
-different ranks; what a rank left is deleted when all have left the next one, which they do after having read it.
+different ranks; what a rank left is deleted once all have said, in what they left later, that they have read it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Comparison:
         self._mailbox = mailbox
         self._timeout = timeout
         self._compared = 0
+        self._kept = 0  # the first call of this rank that is still in the store
         self._difference: tuple[int, dict[int, str]] | None = None
 
     def post(self, issued: Issued) -> None:
         """Let the others know."""
-        self._mailbox.leave_call(issued.number, issued.label)
+        self._mailbox.leave_call(issued.number, f"{self._compared} {issued.label}")
 
     def difference(self, upto: int, *, wait: bool = True) -> tuple[int, dict[int, str]] | None:
         """The first collective up to this number that is not the same on all ranks: its number, and labels by rank.
@@ -65,12 +66,18 @@ class Comparison:
             calls = self._await(number) if wait else self._mailbox.calls(number, self._trail.ranks)
             if calls is None:
                 return None
-            if len(set(calls)) > 1:
-                self._difference = number, dict(zip(self._trail.ranks, calls, strict=True))
+            read, labels = zip(*(call.split(" ", 1) for call in calls), strict=True)
+            if len(set(labels)) > 1:
+                self._difference = number, dict(zip(self._trail.ranks, labels, strict=True))
             self._compared += 1
-            if number:
-                self._mailbox.forget_call(number - 1)
+            self._forget(min(map(int, read)))
         return self._difference
+
+    def _forget(self, upto: int) -> None:
+        """Delete this rank's calls that all ranks have read."""
+        for number in range(self._kept, upto):
+            self._mailbox.forget_call(number)
+        self._kept = max(self._kept, upto)
 
     def _await(self, number: int) -> list[str]:
         deadline, pause = time.monotonic() + self._timeout, _FIRST_SLEEP

@@ -40,7 +40,7 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from drivetrain.comm.call import Call
+from drivetrain.comm.call import Call, timed_out
 from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.mesh import Axis
 from drivetrain.comm.reduction import Op, fold
@@ -168,7 +168,7 @@ class Exchange:
     def _lost(self, peer: int, error: RuntimeError) -> CollectiveError:
         axis = self._call.axis
         who, text = axis.ranks[peer], str(error)
-        if "Timed out" in text:
+        if timed_out(error) and "closure" not in text:
             return self._call.lost(f"nothing came from rank {who} for {axis.watch.timeout:g} s", peer, late=True)
         told = text.partition("] ")[2].partition(". ")[0] or text  # without the place in gloo's source, and its advice
         return self._call.lost(f"the connection to rank {who} is gone ({told})", peer, late=False)

@@ -21,7 +21,6 @@ import itertools
 import logging
 import math
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -107,7 +106,9 @@ class Axis:
 
     def _guard(self, group: dist.ProcessGroup, check: bool) -> None:
         """Agree with the other ranks on what the axis is called in the store, and on whether it is checked."""
-        agreed = torch.tensor([secrets.randbits(62), int(check)], dtype=torch.int64, device=self.device)
+        agreed = torch.tensor(
+            [int.from_bytes(os.urandom(7), "little"), int(check)], dtype=torch.int64, device=self.device
+        )
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
         token, checked = agreed.tolist()
         self.trail.token = f"{token:x}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-import sysconfig
 from types import FrameType
 from typing import Final
 
@@ -44,7 +43,7 @@ def _own(name: str, libraries: tuple[str, ...]) -> bool:
 def _libraries() -> tuple[str, ...]:
     """Folders of code that is not looked for; the first is Python's, in which installed packages lie too."""
     ours = sys.modules["drivetrain"].__path__  # a namespace over several folders
-    folders = [sysconfig.get_path("stdlib"), os.path.dirname(torch.__file__), *ours]
+    folders = [os.path.dirname(os.__file__), os.path.dirname(torch.__file__), *ours]
     return tuple(folder + os.sep for folder in folders)
 
 

@@ -20,6 +20,7 @@ watchdog, which comes later. For that, ``timeout`` is cut to nine tenths there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -221,20 +222,29 @@ class Reporter:
             _LOG.error("rank %d: %s: %s", self._rank, stuck.issued.op, report)
 
 
-def _attend(reporter: Reporter, stop: threading.Event) -> None:
-    """The thread: answers questions while this rank issues nothing."""
-    beats, since = -1, perf_counter()
-    while not stop.wait(reporter.pace.tick):
-        now = perf_counter()
-        current = reporter.beats
-        if current != beats:
-            beats, since = current, now
-        reporter.watch_device(now)
-        if now - since >= reporter.pace.quiet:
-            try:
-                reporter.answer(now - since)
-            except RuntimeError:  # the store is gone, and whoever could ask
-                return
+class Attendant:
+    """Answers for a rank that issues nothing; does nothing for one that does."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._beats = -1
+        self._since = perf_counter()
+
+    def look(self, now: float) -> None:
+        """Called now and then, at the time ``now`` of ``perf_counter``. Raises a RuntimeError if the store is gone."""
+        beats = self._reporter.beats
+        if beats != self._beats:
+            self._beats, self._since = beats, now
+        self._reporter.watch_device(now)
+        if now - self._since >= self._reporter.pace.quiet:
+            self._reporter.answer(now - self._since)
+
+
+def _attend(attendant: Attendant, tick: float, stop: threading.Event) -> None:
+    """The thread."""
+    with contextlib.suppress(RuntimeError):  # without the store nobody can ask
+        while not stop.wait(tick):
+            attendant.look(perf_counter())
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
@@ -263,7 +273,8 @@ class Watch:
         if self._store is None:
             self._store = _get_default_store().clone()  # its own connection: others may be blocked in theirs
             stop = threading.Event()
-            thread = threading.Thread(target=_attend, args=(self.reporter, stop), name="drivetrain watch", daemon=True)
+            work = (Attendant(self.reporter), self.reporter.pace.tick, stop)
+            thread = threading.Thread(target=_attend, args=work, name="drivetrain watch", daemon=True)
             weakref.finalize(self, _end, stop, thread)
             thread.start()
         return self.reporter.follow(trail, self._store)
