@@ -16,6 +16,7 @@ from drivetrain.comm import (
     CollectiveError,
     Handle,
     Mesh,
+    Purpose,
     all_gather,
     all_gather_object,
     all_reduce,
@@ -34,11 +35,6 @@ LOST = {
     "gloo": "the connection to rank 1 is gone",
     "shared memory": "rank 1 will not do its part: its process has ended",
 }
-LATE = {
-    "gloo": "the connection to rank 1 is gone, or nothing came from it in time",
-    "shared memory": "rank 1 will not do its part: nothing came from it for 2 s",
-}
-
 CALLS: dict[str, Callable[[Axis, int], Handle]] = {
     "all_reduce": lambda axis, n: all_reduce(torch.ones(n), axis),
     "all_gather": lambda axis, n: all_gather(torch.empty(n * axis.size), torch.ones(n), axis),
@@ -126,8 +122,11 @@ def test_ranks_that_disagree(transport: str, calls: tuple[tuple[str, int], tuple
     texts = run_ranks(disagree, 2, calls, timeout=30)
     for rank, text in enumerate(texts):
         mine, theirs = calls[rank][0], calls[1 - rank][0]
-        assert f"{mine} on axis 'shard' failed on rank {rank}: the ranks issued different collectives." in text
-        assert f"Rank {1 - rank} issued '{theirs}" in text
+        assert (
+            f"{mine} on axis 'shard' failed on rank {rank}: the ranks issued different collectives as number 0" in text
+        )
+        assert f"  rank {rank}: issued {mine}" in text
+        assert f"  rank {1 - rank}: issued {theirs}" in text
 
 
 def two_dtypes(rank: int, world_size: int) -> str:
@@ -142,25 +141,51 @@ def two_dtypes(rank: int, world_size: int) -> str:
 
 def test_two_dtypes_of_one_size(transport: str) -> None:
     zero, one = run_ranks(two_dtypes, 2, timeout=30)
-    assert "Rank 1 issued 'all_reduce sum' as number 0, with 400 bytes of int32" in zero
-    assert "Rank 0 issued 'all_reduce sum' as number 0, with 400 bytes of float32" in one
+    for text in (zero, one):
+        assert (
+            "\n  rank 0: issued all_reduce sum of 100 float32\n  rank 1: issued all_reduce sum of 100 int32\n" in text
+        )
 
 
 def one_call_too_few(rank: int, world_size: int) -> str:
-    mesh = Mesh.create(init(timeout=timedelta(seconds=2)), shared_memory=shared_memory())
-    axis, quiet = mesh.axis("shard"), mesh.axis("shard", channel="quiet")
-    all_reduce(torch.ones(3), axis).wait()
+    """Rank 2 does other things, and the others wait for it on different axes."""
+    mesh = Mesh.create(init(timeout=timedelta(seconds=3)), shared_memory=shared_memory())
+    axis, other = mesh.axis("shard"), mesh.axis("shard", channel="other")
+    all_reduce(torch.ones(3), axis, purpose="the first").wait()
     text = ""
-    if rank == 0:
-        with pytest.raises(CollectiveError) as info:
-            all_reduce(torch.ones(3), axis).wait()
-        text = str(info.value)
+    if rank == 2:
+        await_others(rank, world_size)
     else:
-        time.sleep(3)
-    barrier(quiet)
+        with pytest.raises(CollectiveError) as info:
+            all_reduce(torch.ones(3), (axis, other)[rank], purpose=Purpose("the second", "a test")).wait()
+        text = str(info.value)
+        assert info.value.purpose == "the second"
+    await_others(rank, world_size)
     return text
 
 
+def await_others(rank: int, world_size: int) -> None:
+    """A barrier that is no collective."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.add("here", 1)
+    while store.add("here", 0) < (world_size if rank < 2 else 2):
+        time.sleep(0.02)
+
+
 def test_a_call_that_a_peer_never_makes_times_out(transport: str) -> None:
-    text = run_ranks(one_call_too_few, 2, timeout=30)[0]
-    assert f"all_reduce on axis 'shard' failed on rank 0: {LATE[transport]}" in text
+    """Both name the rank that does something else, the line that it is in, and what each other waits for."""
+    zero, one, _ = run_ranks(one_call_too_few, 3, timeout=30)
+    here, there = "axis 'shard'", "axis 'shard' (channel 'other')"
+    second = "all_reduce sum of 3 float32: the second, in a test"
+    assert "all_reduce on axis 'shard' failed on rank 0: nothing came from rank 1 for 3 s" in zero
+    assert (
+        f"It is number 1 of {here}, {second}. Ranks 1 and 2 have not issued it.\n  rank 0: waits for it, since" in zero
+    )
+    assert f"number 0 of {there}, {second}" in zero
+    assert f"It is number 0 of {there}, {second}. Ranks 0 and 2 have not issued it.\n" in one
+    assert f"number 1 of {here}, {second}" in one
+    for text in (zero, one):
+        (two,) = [line for line in text.splitlines() if line.startswith("  rank 2: ")]
+        assert "rank 2: is in no collective, since " in two
+        assert "in await_others: time.sleep(0.02)" in two
+    assert "its last one on axis 'shard' was number 0, all_reduce sum of 3 float32: the first" in zero

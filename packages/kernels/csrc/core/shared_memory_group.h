@@ -48,7 +48,7 @@ enum class Trouble : std::uint8_t {
 struct CallHeader {
     std::uint64_t sequence;  // of calls on this group
     std::uint64_t bytes;     // of one rank's piece; of the whole for all_reduce and broadcast
-    char label[64];          // how the caller names the call
+    char label[192];         // how the caller names the call, and what it is for
     char dtype[24];
     CallKind kind;
     std::uint8_t type, op;   // FoldType and FoldOp where something is folded, else 0
@@ -56,7 +56,7 @@ struct CallHeader {
     std::uint32_t root;      // of a broadcast, else 0
     std::uint32_t reserved2[3];
 };
-static_assert(sizeof(CallHeader) == 128);
+static_assert(sizeof(CallHeader) == 256);
 
 struct Outcome {
     Trouble trouble = Trouble::none;

@@ -23,12 +23,16 @@ from drivetrain.comm.compressed import (
 from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.ledger import Ledger, LedgerEntry
 from drivetrain.comm.mesh import AXES, Axis, Mesh
+from drivetrain.comm.safeguards import CHECK_VARIABLE, TIMEOUT_VARIABLE, Safeguards
 from drivetrain.comm.setup import World, init, shutdown
 from drivetrain.comm.shared_memory import SHARED_MEMORY_VARIABLE, SharedGroup, SharedMemory
+from drivetrain.comm.trail import Purpose
 
 __all__ = [
     "AXES",
+    "CHECK_VARIABLE",
     "SHARED_MEMORY_VARIABLE",
+    "TIMEOUT_VARIABLE",
     "Axis",
     "Codec",
     "CollectiveError",
@@ -36,6 +40,8 @@ __all__ = [
     "Ledger",
     "LedgerEntry",
     "Mesh",
+    "Purpose",
+    "Safeguards",
     "SharedGroup",
     "SharedMemory",
     "Staged",

@@ -3,7 +3,8 @@
 All take an ``Axis`` and contiguous tensors on its device. A collective must be issued by all ranks of the axis, in
 the same order; handles may be waited for in any order. Where a peer is known to be lost, the issue itself raises the
 ``CollectiveError`` that ``wait`` would. Until ``wait`` returned, no tensor that was passed may be
-written, and outputs are undefined.
+written, and outputs are undefined. ``purpose`` says what a collective is for, in errors and to the other ranks: they
+must give the same (but see `Purpose`).
 
 On gloo the algorithms are in ``gloo.py``: deterministic, summed in rank order, an all-reduce giving the same bits as
 a reduce-scatter followed by an all-gather. Where the ranks share memory (``shared_calls.py``) the results are the same
@@ -25,11 +26,12 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.comm import gloo, shared_calls
-from drivetrain.comm.call import Call
+from drivetrain.comm.call import Call, timed_out
 from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.mesh import Axis
 from drivetrain.comm.reduction import Op, check_op
 from drivetrain.comm.shared_memory import SharedGroup
+from drivetrain.comm.trail import Purpose
 
 
 class _Pending(Protocol):
@@ -41,12 +43,11 @@ class _Pending(Protocol):
 class Handle:
     """A collective in flight. It keeps the tensors concerned alive until it is complete."""
 
-    def __init__(self, pending: _Pending | None, axis: Axis, op: str, nbytes: int) -> None:
+    def __init__(self, pending: _Pending | None = None, call: Call | None = None, nbytes: int = 0) -> None:
         self._pending = pending
-        self._axis = axis
-        self._op = op
+        self._call = call
         self._nbytes = nbytes
-        self._clock = None if pending is None else _clock(axis.device)
+        self._clock = None if call is None else _clock(call.axis.device)
         self._error: CollectiveError | None = None
 
     def wait(self) -> None:
@@ -60,29 +61,31 @@ class Handle:
         """
         if self._error is not None:
             raise self._error
-        if self._pending is None or self._clock is None:
+        if self._pending is None or self._call is None or self._clock is None:
             return
-        start = perf_counter()
+        call, clock = self._call, self._clock
+        axis = call.axis
+        start = axis.trail.enter(call.issued)
         try:
+            if axis.comparison is not None:
+                call.compare()
             self._pending.wait()
         except CollectiveError as error:
             self._error = error
             raise
         except RuntimeError as error:
-            rank = self._axis.world.rank
-            self._error = CollectiveError(str(error), op=self._op, axis=self._axis.name, rank=rank)
+            self._error = call.lost(str(error), None, late=timed_out(error))
             raise self._error from error
         finally:
+            axis.trail.leave()
             self._pending = None
-        self._clock.stop()
-        self._axis.ledger.record(
-            op=self._op,
-            axis=self._axis.name,
-            size=self._axis.size,
-            nbytes=self._nbytes,
-            span=self._clock,
-            waited=perf_counter() - start,
+        clock.stop()
+        waited = perf_counter() - start
+        axis.ledger.record(
+            op=call.issued.op, axis=axis.name, size=axis.size, nbytes=self._nbytes, span=clock, waited=waited
         )
+        if isinstance(clock, _CudaClock):
+            axis.watch.reporter.enqueued(axis.trail, call.issued, clock.over)
 
     def done(self) -> bool:
         """Whether the collective is complete as far as this rank has seen: always after ``wait``.
@@ -92,7 +95,7 @@ class Handle:
         return self._pending is None
 
 
-def all_reduce(tensor: torch.Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
+def all_reduce(tensor: torch.Tensor, axis: Axis, *, op: Op = "sum", purpose: Purpose | str = "") -> Handle:
     """Reduce ``tensor`` (any shape) over the axis' ranks, in place. All ranks end with the same bits.
 
     Args:
@@ -105,6 +108,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
         axis,
         "all_reduce",
         flat,
+        purpose,
         argument=op,
         on_shared=lambda call, group: shared_calls.all_reduce(call, group, flat, op),
         on_gloo=lambda call: gloo.all_reduce(call, flat, op),
@@ -112,7 +116,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, *, op: Op = "sum") -> Handle:
     )
 
 
-def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Handle:
+def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: Axis, *, purpose: Purpose | str = "") -> Handle:
     """Concatenate every rank's ``shard``, in rank order, in ``output``.
 
     Args:
@@ -126,6 +130,7 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Handle:
         axis,
         "all_gather",
         whole,
+        purpose,
         copy=(part, whole),
         on_shared=lambda call, group: shared_calls.all_gather(call, group, whole, part),
         on_gloo=lambda call: gloo.Gather(call, whole, part),
@@ -134,7 +139,12 @@ def all_gather(output: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Handle:
 
 
 def reduce_scatter(
-    output: torch.Tensor, input: torch.Tensor, axis: Axis, *, op: Literal["sum", "mean"] = "sum"
+    output: torch.Tensor,
+    input: torch.Tensor,
+    axis: Axis,
+    *,
+    op: Literal["sum", "mean"] = "sum",
+    purpose: Purpose | str = "",
 ) -> Handle:
     """Reduce all ranks' ``input``, and leave the slice of this rank in ``output``.
 
@@ -151,6 +161,7 @@ def reduce_scatter(
         axis,
         "reduce_scatter",
         whole,
+        purpose,
         argument=op,
         copy=(whole, part),
         on_shared=lambda call, group: shared_calls.reduce_scatter(call, group, part, whole, op),
@@ -159,7 +170,7 @@ def reduce_scatter(
     )
 
 
-def broadcast(tensor: torch.Tensor, axis: Axis, *, src: int = 0) -> Handle:
+def broadcast(tensor: torch.Tensor, axis: Axis, *, src: int = 0, purpose: Purpose | str = "") -> Handle:
     """Copy ``tensor`` (any shape) of the rank ``src`` of the axis to all its ranks, in place."""
     if not 0 <= src < axis.size:
         raise ValueError(f"broadcast on axis '{axis.name}': src={src} is not a rank of the axis (0..{axis.size - 1})")
@@ -168,6 +179,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, *, src: int = 0) -> Handle:
         axis,
         "broadcast",
         flat,
+        purpose,
         argument=f"from {src}",
         on_shared=lambda call, group: shared_calls.broadcast(call, group, flat, src),
         on_gloo=lambda call: gloo.Broadcast(call, flat, src),
@@ -175,7 +187,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, *, src: int = 0) -> Handle:
     )
 
 
-def all_to_all(output: torch.Tensor, input: torch.Tensor, axis: Axis) -> Handle:
+def all_to_all(output: torch.Tensor, input: torch.Tensor, axis: Axis, *, purpose: Purpose | str = "") -> Handle:
     """Send chunk j of ``input`` to rank j; what rank j sends lands in chunk j of ``output``. All chunks are equal.
 
     Args:
@@ -194,6 +206,7 @@ def all_to_all(output: torch.Tensor, input: torch.Tensor, axis: Axis) -> Handle:
         axis,
         "all_to_all",
         outgoing,
+        purpose,
         copy=(outgoing, incoming),
         on_shared=lambda call, group: shared_calls.all_to_all(call, group, incoming, outgoing),
         on_gloo=lambda call: gloo.AllToAll(call, incoming, outgoing),
@@ -201,13 +214,14 @@ def all_to_all(output: torch.Tensor, input: torch.Tensor, axis: Axis) -> Handle:
     )
 
 
-def barrier(axis: Axis) -> None:
+def barrier(axis: Axis, *, purpose: Purpose | str = "") -> None:
     """Return once every rank of the axis has called it. On CUDA the host waits too."""
     token = torch.zeros(1, dtype=torch.uint8, device=axis.device)
     _issue(
         axis,
         "barrier",
         token,
+        purpose,
         on_shared=lambda call, group: shared_calls.all_reduce(call, group, token, "max"),
         on_gloo=lambda call: gloo.all_reduce(call, token, "max"),
         on_others=lambda: dist.all_reduce(token, group=axis.group, async_op=True),
@@ -215,7 +229,7 @@ def barrier(axis: Axis) -> None:
     token.item()  # the host waits for the stream
 
 
-def all_gather_object(value: object, axis: Axis) -> list[Any]:
+def all_gather_object(value: object, axis: Axis, *, purpose: Purpose | str = "") -> list[Any]:
     """Every rank's ``value``, by rank in the axis, on all ranks.
 
     For small control data. Values travel as JSON, never as pickles.
@@ -227,12 +241,12 @@ def all_gather_object(value: object, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [json.loads(text)]
     lengths = torch.zeros(axis.size, dtype=torch.int64, device=axis.device)
-    all_gather(lengths, torch.tensor([len(text)], device=axis.device), axis).wait()
+    all_gather(lengths, torch.tensor([len(text)], device=axis.device), axis, purpose=purpose).wait()
     counts: list[int] = lengths.tolist()
     room = max(counts)
     padded = torch.frombuffer(bytearray(text.ljust(room)), dtype=torch.uint8).to(axis.device)
     texts = torch.empty(axis.size * room, dtype=torch.uint8, device=axis.device)
-    all_gather(texts, padded, axis).wait()
+    all_gather(texts, padded, axis, purpose=purpose).wait()
     return [
         json.loads(bytes(chunk.tolist()[:count])) for chunk, count in zip(torch.split(texts, room), counts, strict=True)
     ]
@@ -270,6 +284,7 @@ def _issue(
     axis: Axis,
     op: str,
     whole: torch.Tensor,
+    purpose: Purpose | str,
     *,
     argument: str = "",
     copy: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -281,24 +296,29 @@ def _issue(
 
     Args:
         whole: the buffer whose size counts in the ledger.
+        purpose: what it is for.
         argument: what all ranks must agree on besides the sizes.
         copy: from where to where one rank alone copies.
     """
     if axis.size == 1:
         if copy is not None and copy[0].data_ptr() != copy[1].data_ptr():
             copy[1].copy_(copy[0])
-        return Handle(None, axis, op, 0)
+        return Handle()
+    call = Call(axis, axis.trail.add(op, argument, whole, purpose))
+    if axis.comparison is not None:
+        axis.comparison.post(call.issued)
     if axis.backend == "gloo":
-        call = Call(axis=axis, op=op, detail=f"{op} {argument}".rstrip(), dtype=whole.dtype)
         pending = on_gloo(call) if axis.shared is None else on_shared(call, axis.shared)
-        return Handle(pending, axis, op, _nbytes(whole))
+        return Handle(pending, call, _nbytes(whole))
+    if axis.trail.failed is not None:
+        raise call.error(axis.trail.failed)
     try:
         work = on_others()
     except RuntimeError as error:
-        raise CollectiveError(str(error), op=op, axis=axis.name, rank=axis.world.rank) from error
+        raise call.lost(str(error), None, late=False) from error
     if work is None:
-        raise CollectiveError("this process is not in the axis' group", op=op, axis=axis.name, rank=axis.world.rank)
-    return Handle(_Native(work), axis, op, _nbytes(whole))
+        raise call.error("this process is not in the axis' group")
+    return Handle(_Native(work), call, _nbytes(whole))
 
 
 class _Native:

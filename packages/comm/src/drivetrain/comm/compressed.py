@@ -21,6 +21,7 @@ import torch
 from drivetrain.comm.codec import Codec
 from drivetrain.comm.collectives import all_gather, all_to_all
 from drivetrain.comm.mesh import Axis
+from drivetrain.comm.trail import Purpose
 
 
 class Waitable(Protocol):
@@ -46,7 +47,9 @@ class Staged:
             self._then()
 
 
-def all_gather_encoded(output: torch.Tensor, shard: torch.Tensor, axis: Axis, codec: Codec) -> Waitable:
+def all_gather_encoded(
+    output: torch.Tensor, shard: torch.Tensor, axis: Axis, codec: Codec, *, purpose: Purpose | str = ""
+) -> Waitable:
     """`all_gather` of ``shard`` through ``codec``: every rank gets every shard as it comes out of the codec."""
     numel, size = shard.numel(), codec.encoded_bytes(shard.numel())
     wire = torch.empty(axis.size, size, dtype=torch.uint8, device=shard.device)
@@ -56,11 +59,17 @@ def all_gather_encoded(output: torch.Tensor, shard: torch.Tensor, axis: Axis, co
         for rank, encoded in enumerate(wire):
             codec.decode_sum([encoded], output[rank * numel : (rank + 1) * numel])
 
-    return Staged(all_gather(wire.view(-1), wire[axis.rank], axis), decode)
+    return Staged(all_gather(wire.view(-1), wire[axis.rank], axis, purpose=purpose), decode)
 
 
 def all_gather_in_two(
-    output: torch.Tensor, shard: torch.Tensor, within: Axis, between: Axis, codec: Codec | None = None
+    output: torch.Tensor,
+    shard: torch.Tensor,
+    within: Axis,
+    between: Axis,
+    codec: Codec | None = None,
+    *,
+    purpose: Purpose | str = "",
 ) -> Waitable:
     """All-gather between hosts first and within them after, encoded on both ways if there is a codec.
 
@@ -76,7 +85,7 @@ def all_gather_in_two(
         codec.encode(shard, own)
 
     def rest() -> None:
-        all_gather(wire.view(-1), wire[within.rank].view(-1), within).wait()
+        all_gather(wire.view(-1), wire[within.rank].view(-1), within, purpose=purpose).wait()
         for inner in range(within.size):
             for outer in range(between.size):
                 start = (outer * within.size + inner) * numel
@@ -86,7 +95,7 @@ def all_gather_in_two(
                 else:
                     codec.decode_sum([wire[inner, outer]], place)
 
-    return Staged(all_gather(wire[within.rank].view(-1), own, between), rest)
+    return Staged(all_gather(wire[within.rank].view(-1), own, between, purpose=purpose), rest)
 
 
 def reduce_scatter_encoded(
@@ -99,6 +108,7 @@ def reduce_scatter_encoded(
     near: Codec | None = None,
     adjust: Callable[[torch.Tensor], None] | None = None,
     op: Literal["sum", "mean"] = "sum",
+    purpose: Purpose | str = "",
 ) -> Waitable:
     """`reduce_scatter` through ``codec``, within hosts first and between them after (qgZ of ZeRO++).
 
@@ -111,7 +121,7 @@ def reduce_scatter_encoded(
         adjust: called with what ``codec`` is about to encode, [pieces, elements], which it may change in place.
     """
     inner, outer, numel = within.size, between.size, output.numel()
-    last = _LastHop(output, codec, adjust, 1.0 / (inner * outer) if op == "mean" else 1.0)
+    last = _LastHop(output, codec, adjust, 1.0 / (inner * outer) if op == "mean" else 1.0, purpose)
     if inner == 1:
         return last.start(input.view(outer, numel), between)
     if outer == 1:
@@ -129,19 +139,25 @@ def reduce_scatter_encoded(
             first.decode_sum(list(came[:, target]), partial[target])
         last.start(partial, between).wait()
 
-    return Staged(all_to_all(came.view(-1), sent.view(-1), within), rest)
+    return Staged(all_to_all(came.view(-1), sent.view(-1), within, purpose=purpose), rest)
 
 
 class _LastHop:
     """Every rank sends each other rank its piece, and adds what it gets."""
 
     def __init__(
-        self, output: torch.Tensor, codec: Codec, adjust: Callable[[torch.Tensor], None] | None, factor: float
+        self,
+        output: torch.Tensor,
+        codec: Codec,
+        adjust: Callable[[torch.Tensor], None] | None,
+        factor: float,
+        purpose: Purpose | str,
     ) -> None:
         self._output = output
         self._codec = codec
         self._adjust = adjust
         self._factor = factor
+        self._purpose = purpose
 
     def start(self, pieces: torch.Tensor, axis: Axis) -> Waitable:
         if self._adjust is not None:
@@ -151,5 +167,5 @@ class _LastHop:
         for piece, encoded in zip(pieces, sent, strict=True):
             self._codec.encode(piece, encoded)
         came = torch.empty_like(sent)
-        first = all_to_all(came.view(-1), sent.view(-1), axis)
+        first = all_to_all(came.view(-1), sent.view(-1), axis, purpose=self._purpose)
         return Staged(first, lambda: self._codec.decode_sum(list(came), self._output, factor=self._factor))

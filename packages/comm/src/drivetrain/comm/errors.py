@@ -14,11 +14,15 @@ class CollectiveError(RuntimeError):
         axis: the axis' name.
         rank: this process' rank in the world.
         peer: the rank in the world of the peer that most likely caused it, where known.
+        purpose: what the collective was for, where its caller said so.
     """
 
-    def __init__(self, reason: str, *, op: str, axis: str, rank: int, peer: int | None = None) -> None:
+    def __init__(
+        self, reason: str, *, op: str, axis: str, rank: int, peer: int | None = None, purpose: str = ""
+    ) -> None:
         super().__init__(f"{op} on axis '{axis}' failed on rank {rank}: {reason}")
         self.op = op
         self.axis = axis
         self.rank = rank
         self.peer = peer
+        self.purpose = purpose

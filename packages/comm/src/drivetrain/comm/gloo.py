@@ -7,11 +7,11 @@ another size) pairs whatever bytes meet, or ends the process.
 Idea: every rank sends each peer that peer's piece straight from the input, and receives each peer's piece straight to
 where it belongs. For one exchange each peer gets
 
-    a frame    the header (sequence number, bytes, operation, dtype) and, if it is small, the piece itself
+    a frame    the header (number on the axis, bytes, label) and, if it is small, the piece itself
     a payload  the piece, if it doesn't fit in the frame, as one message or as several parts
 
-Frames are tagged by the sequence number alone, so the frames of one call always meet, and are compared. The tag of a
-payload also hashes the operation and the size, so payloads that don't belong together never meet.
+Frames are tagged by a sequence number alone, so the frames of one call always meet, and are compared. The tag of a
+payload also hashes the label and the size, so payloads that don't belong together never meet.
 
 Large pieces that must be summed arrive part by part in a small ring of scratch; a thread folds each part while it is
 in the cache and the next ones are on the wire. An all-reduce sends every folded part on at once, so its two rounds
@@ -35,16 +35,16 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from drivetrain.comm.call import Call
+from drivetrain.comm.call import Call, timed_out
 from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.mesh import Axis
 from drivetrain.comm.reduction import Op, fold
+from drivetrain.comm.trail import LABEL_BYTES
 
 INLINE_BYTES: Final = 1 << 15  # pieces up to this size travel in the frame: one message instead of two
 DIRECT_BYTES: Final = 3 << 20  # an all-reduce in which each rank gets at most this sends all to all: one hop, not two
@@ -53,18 +53,8 @@ WINDOW: Final = 4  # parts on the wire from each peer
 
 _Message: TypeAlias = Callable[[list[torch.Tensor], int, int], dist.Work]  # (tensors, peer, tag)
 
-_HEADER: Final = struct.Struct("<qq32s16s")  # sequence number, bytes, operation, dtype
+_HEADER: Final = struct.Struct(f"<qq{LABEL_BYTES}s")  # number on the axis, bytes, label
 _SEQUENCE_BITS: Final = 15  # calls in flight on one axis at once; the other 16 bits of a tag tell payloads apart
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Issued:
-    """What a frame's header says."""
-
-    number: int
-    nbytes: int
-    label: str
-    dtype: str
 
 
 class Exchange:
@@ -72,6 +62,7 @@ class Exchange:
 
     def __init__(self, call: Call) -> None:
         self._call = call
+        self._label = call.issued.label.encode()
         self._sequence = call.axis.next_sequence()
         self._group = call.axis.group
         self._headers: dict[int, torch.Tensor] = {}
@@ -126,7 +117,7 @@ class Exchange:
         for peer, nbytes, inline, frame, work in self._frames:
             self.finish(work, peer)
             if not torch.equal(frame[: _HEADER.size], self._header(nbytes)):
-                raise self._mismatch(peer, frame, nbytes)
+                raise self._mismatch(peer, frame)
             if inline is not None:
                 inline.copy_(frame[_HEADER.size : _HEADER.size + nbytes])
         self._frames = []
@@ -164,8 +155,7 @@ class Exchange:
 
     def _header(self, nbytes: int) -> torch.Tensor:
         if nbytes not in self._headers:
-            detail, dtype = self._call.detail.encode(), _dtype_name(self._call.dtype).encode()
-            packed = bytearray(_HEADER.pack(self._sequence, nbytes, detail, dtype))
+            packed = bytearray(_HEADER.pack(self._call.issued.number, nbytes, self._label))
             self._headers[nbytes] = torch.frombuffer(packed, dtype=torch.uint8)
         return self._headers[nbytes]
 
@@ -173,25 +163,22 @@ class Exchange:
         number = (self._sequence % (1 << _SEQUENCE_BITS)) << 16
         if nbytes is None:
             return number
-        signature = f"{self._call.detail} {self._call.dtype} {nbytes}"
-        return number | 1 + zlib.crc32(signature.encode()) % 0xFFFF
+        return number | 1 + zlib.crc32(b"%d %s" % (nbytes, self._label)) % 0xFFFF
 
     def _lost(self, peer: int, error: RuntimeError) -> CollectiveError:
-        who = self._call.axis.ranks[peer]
-        return self._call.error(
-            f"the connection to rank {who} is gone, or nothing came from it in time. Look at the output of rank {who} "
-            f"first: it died, is stuck, or issued fewer collectives. gloo says: {error}",
-            peer,
-        )
+        axis = self._call.axis
+        who, text = axis.ranks[peer], str(error)
+        if timed_out(error) and "closure" not in text:
+            return self._call.lost(f"nothing came from rank {who} for {axis.watch.timeout:g} s", peer, late=True)
+        told = text.partition("] ")[2].partition(". ")[0] or text  # without the place in gloo's source, and its advice
+        return self._call.lost(f"the connection to rank {who} is gone ({told})", peer, late=False)
 
-    def _mismatch(self, peer: int, frame: torch.Tensor, nbytes: int) -> CollectiveError:
-        return self._call.mismatch(_read(self._header(nbytes)), _read(frame), peer)
-
-
-def _read(frame: torch.Tensor) -> _Issued:
-    number, nbytes, *texts = _HEADER.unpack(bytes(frame[: _HEADER.size].tolist()))
-    label, dtype = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-    return _Issued(number=number, nbytes=nbytes, label=label, dtype=dtype)
+    def _mismatch(self, peer: int, frame: torch.Tensor) -> CollectiveError:
+        """The error of a frame that says something else than ours."""
+        _, _, theirs = _HEADER.unpack(bytes(frame[: _HEADER.size].tolist()))
+        axis, issued = self._call.axis, self._call.issued
+        label = theirs.rstrip(b"\0").decode(errors="replace")
+        return self._call.mismatch(issued.number, {axis.world.rank: issued.label, axis.ranks[peer]: label})
 
 
 class Gather:
@@ -254,7 +241,7 @@ class StreamedFold:
                 self._spread.announce(peer, _nbytes(output))
         self._collect.send(theirs, part=PART_BYTES)
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"{call.op} on {call.axis.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{call.issued.op} on {call.axis.name}", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -363,7 +350,3 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")[:16]

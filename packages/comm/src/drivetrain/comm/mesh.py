@@ -20,16 +20,23 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from drivetrain.comm.comparison import Comparison
 from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.ledger import Ledger
+from drivetrain.comm.safeguards import Safeguards
 from drivetrain.comm.setup import World
 from drivetrain.comm.shared_memory import SharedGroup, SharedMemory, connect
+from drivetrain.comm.trail import Trail
+from drivetrain.comm.watch import Watch
 
 _LOG = logging.getLogger("drivetrain.comm")
 
@@ -48,6 +55,9 @@ class Axis:
         backend, device: the process group's backend, and where tensors live.
         shared: carries the tensors instead of gloo, where the ranks can share memory.
         ledger: where collectives on this axis are counted.
+        trail: what was issued on it.
+        watch: explains what does not complete.
+        comparison: compares what ranks issue, where the mesh asks for it.
     """
 
     def __init__(
@@ -59,6 +69,8 @@ class Axis:
         world: World,
         ledger: Ledger,
         make: Callable[[], dist.ProcessGroup],
+        watch: Watch,
+        check: bool = False,
         shared_memory: SharedMemory | None = None,
     ) -> None:
         self.name = name
@@ -70,9 +82,14 @@ class Axis:
         self.backend = world.backend
         self.device = world.device
         self.ledger = ledger
+        self.trail = Trail(name, channel, world.rank, ranks)
+        self.watch = watch
+        self.comparison: Comparison | None = None
         self._make = make
         self._group = make() if self.size > 1 else None
         self._sequence = itertools.count()
+        if self._group is not None:
+            self._guard(self._group, check)
         self.shared = self._share(shared_memory)
 
     @property
@@ -87,16 +104,28 @@ class Axis:
         """What carries the tensors: ``"shared memory"``, or the backend's name."""
         return self.backend if self.shared is None else "shared memory"
 
+    def _guard(self, group: dist.ProcessGroup, check: bool) -> None:
+        """Agree with the other ranks on what the axis is called in the store, and on whether it is checked."""
+        agreed = torch.tensor(
+            [int.from_bytes(os.urandom(7), "little"), int(check)], dtype=torch.int64, device=self.device
+        )
+        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=group)
+        token, checked = agreed.tolist()
+        self.trail.token = f"{token:x}"
+        mailbox = self.watch.follow(self.trail)
+        if checked:
+            self.comparison = Comparison(self.trail, mailbox, self.watch.timeout)
+
     def _share(self, shared_memory: SharedMemory | None) -> SharedGroup | None:
         if self._group is None or self.backend != "gloo":
             return None
-        shared, reason = connect(shared_memory, self._group, self.world.timeout)
+        shared, reason = connect(shared_memory, self._group, self.watch.timeout)
         carrier = "shared memory" if shared is not None else f"gloo, not shared memory: {reason}"
         _LOG.debug("axis %s, channel %s: carried by %s", self.name, self.channel, carrier)
         return shared
 
     def next_sequence(self) -> int:
-        """The number of the next collective on this axis, the same on all its ranks as they issue the same ones."""
+        """The number of the next round of messages, the same on all ranks as they issue the same collectives."""
         return next(self._sequence)
 
     def __repr__(self) -> str:
@@ -111,15 +140,25 @@ class Mesh:
         ledger: counts the collectives on all axes.
         device: where tensors live.
         sizes: the length of every axis of ``AXES``, in that order.
+        safeguards: how it guards against ranks that go different ways.
+        timeout: seconds without progress after which a collective fails.
     """
 
     def __init__(
-        self, world: World, sizes: dict[str, int], ledger: Ledger, shared_memory: SharedMemory | None = None
+        self,
+        world: World,
+        sizes: dict[str, int],
+        ledger: Ledger,
+        shared_memory: SharedMemory | None = None,
+        safeguards: Safeguards | None = None,
     ) -> None:
         self.world = world
         self.ledger = ledger
         self.device = world.device
         self.sizes = sizes
+        self.safeguards = (safeguards or Safeguards()).overridden(os.environ)
+        self.timeout = self.safeguards.timeout or _default_timeout(world)
+        self._watch = Watch(world.rank, self.timeout if world.backend == "gloo" else 0.9 * self.timeout)
         self._shared_memory = shared_memory
         self._axes: dict[tuple[str, str], Axis] = {}
         self._device_mesh: DeviceMesh | None = None
@@ -137,14 +176,17 @@ class Mesh:
         expert: int = 1,
         ledger: Ledger | None = None,
         shared_memory: SharedMemory | None = None,
+        safeguards: Safeguards | None = None,
     ) -> Mesh:
         """Arrange all ranks of ``world``. ``shard=None`` takes the ranks that the other axes leave.
 
         ``shared_memory`` makes groups that carry the tensors of axes within one host faster than gloo; see
-        ``shared_memory.py`` for what fits.
+        ``shared_memory.py`` for what fits. ``safeguards`` say how long ranks wait for each other, and whether they
+        compare what they do; the environment comes before them.
 
         Raises:
-            ValueError: a size is not positive, or the product of the sizes is not the number of ranks.
+            ValueError: a size is not positive, or the product of the sizes is not the number of ranks; the environment
+                holds a wrong setting.
         """
         given = {
             "pipeline": pipeline,
@@ -168,7 +210,7 @@ class Mesh:
             raise ValueError(
                 f"{_product(given)} = {fixed}, but the world has {world.size} ranks; the product must be that number"
             )
-        return cls(world, sizes, ledger if ledger is not None else Ledger(), shared_memory)
+        return cls(world, sizes, ledger if ledger is not None else Ledger(), shared_memory, safeguards)
 
     def axis(self, *names: str, channel: str = "main") -> Axis:
         """The communicator of this rank along the named axes.
@@ -200,6 +242,8 @@ class Mesh:
                 world=self.world,
                 ledger=self.ledger,
                 make=lambda: self._make_group(groups, mine, name, channel),
+                watch=self._watch,
+                check=self.safeguards.check,
                 shared_memory=self._shared_memory,
             )
         return self._axes[key]
@@ -247,30 +291,37 @@ class Mesh:
             raise RuntimeError(
                 f"axis '{name}': no process group is running. Call drivetrain.comm.init() before Mesh.create()."
             )
-        if self.world.size == 1 or (len(groups) == 1 and channel == "main" and self.world.backend != "gloo"):
-            return world  # on gloo our point-to-point tags must not meet those of other users of the world's group
+        # The world's group has the timeout of the world; and on gloo our point-to-point tags must not meet those of its
+        # other users.
+        shared = self.world.backend != "gloo" and self.safeguards.timeout is None
+        if self.world.size == 1 or (len(groups) == 1 and channel == "main" and shared):
+            return world
         description = f"{name}:{channel}"
         if len(mine) == 1:
-            return _new_group(mine, self.world, description, only_members=True)
-        made = {ranks: _new_group(ranks, self.world, description) for ranks in groups}
+            return self._new_group(mine, description, only_members=True)
+        made = {ranks: self._new_group(ranks, description) for ranks in groups}
         return made[mine]
 
+    def _new_group(self, ranks: tuple[int, ...], description: str, *, only_members: bool = False) -> dist.ProcessGroup:
+        try:
+            group: dist.ProcessGroup = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=self.timeout),
+                backend=self.world.backend,
+                use_local_synchronization=only_members,
+                group_desc=description,
+            )
+        except RuntimeError as error:
+            reason = f"the ranks {ranks} did not all come, or cannot reach each other. torch says: {error}"
+            rank = self.world.rank
+            raise CollectiveError(reason, op="the making of a group", axis=description, rank=rank) from error
+        return group
 
-def _new_group(
-    ranks: tuple[int, ...], world: World, description: str, *, only_members: bool = False
-) -> dist.ProcessGroup:
-    try:
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks),
-            timeout=world.timeout,
-            backend=world.backend,
-            use_local_synchronization=only_members,
-            group_desc=description,
-        )
-    except RuntimeError as error:
-        reason = f"the ranks {ranks} did not all come, or cannot reach each other. torch says: {error}"
-        raise CollectiveError(reason, op="the making of a group", axis=description, rank=world.rank) from error
-    return group
+
+def _default_timeout(world: World) -> float:
+    """Seconds that collectives may take in ``world``."""
+    usual = default_pg_nccl_timeout if world.backend == "nccl" else default_pg_timeout
+    return (world.timeout or usual or default_pg_timeout).total_seconds()
 
 
 def groups_along(sizes: dict[str, int], names: tuple[str, ...]) -> Iterator[tuple[int, ...]]:

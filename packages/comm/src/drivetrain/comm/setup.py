@@ -37,7 +37,7 @@ class World:
     local_size: int
     device: torch.device
     backend: str  # "gloo", "nccl", ...
-    timeout: timedelta | None = None  # of every collective; None: torch's default for the backend
+    timeout: timedelta | None = None  # of every collective, if the mesh says nothing; None: torch's default
 
 
 _MADE: Final = WeakKeyDictionary[dist.ProcessGroup, World]()  # state: mirrors torch's default group

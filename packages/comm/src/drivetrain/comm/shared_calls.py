@@ -47,39 +47,40 @@ class Gathered:
 
 def all_reduce(call: Call, group: SharedGroup, tensor: torch.Tensor, op: Op) -> Shared | Gathered:
     if group.folds(tensor.dtype):
-        return Shared(call, group.all_reduce(tensor, op, label=call.detail))
+        return Shared(call, group.all_reduce(tensor, op, label=call.issued.label))
     pieces = tensor.new_empty(call.axis.size, tensor.numel())
-    pending = Shared(call, group.all_gather(pieces.view(-1), tensor, label=call.detail))
+    pending = Shared(call, group.all_gather(pieces.view(-1), tensor, label=call.issued.label))
     return Gathered(pending, tensor, list(pieces.unbind()), op)
 
 
 def all_gather(call: Call, group: SharedGroup, output: torch.Tensor, shard: torch.Tensor) -> Shared:
-    return Shared(call, group.all_gather(output, shard, label=call.detail))
+    return Shared(call, group.all_gather(output, shard, label=call.issued.label))
 
 
 def reduce_scatter(
     call: Call, group: SharedGroup, output: torch.Tensor, input: torch.Tensor, op: Op
 ) -> Shared | Gathered:
     if group.folds(input.dtype):
-        return Shared(call, group.reduce_scatter(output, input, op, label=call.detail))
+        return Shared(call, group.reduce_scatter(output, input, op, label=call.issued.label))
     pieces = input.new_empty(call.axis.size, output.numel())
-    pending = Shared(call, group.all_to_all(pieces.view(-1), input, label=call.detail))
+    pending = Shared(call, group.all_to_all(pieces.view(-1), input, label=call.issued.label))
     return Gathered(pending, output, list(pieces.unbind()), op)
 
 
 def broadcast(call: Call, group: SharedGroup, tensor: torch.Tensor, src: int) -> Shared:
-    return Shared(call, group.broadcast(tensor, src, label=call.detail))
+    return Shared(call, group.broadcast(tensor, src, label=call.issued.label))
 
 
 def all_to_all(call: Call, group: SharedGroup, output: torch.Tensor, input: torch.Tensor) -> Shared:
-    return Shared(call, group.all_to_all(output, input, label=call.detail))
+    return Shared(call, group.all_to_all(output, input, label=call.issued.label))
 
 
 def _error(call: Call, failure: SharedFailure) -> CollectiveError:
     if failure.peer is None:
-        return call.error(failure.reason, None)
-    if failure.mine is not None and failure.theirs is not None:
-        return call.mismatch(failure.mine, failure.theirs, failure.peer)
+        return call.error(failure.reason)
     who = call.axis.ranks[failure.peer]
-    reason = f"rank {who} will not do its part: {failure.reason}. Look at the output of rank {who} first."
-    return call.error(reason, failure.peer)
+    if failure.mine is not None and failure.theirs is not None:
+        return call.mismatch(failure.mine.number, {call.axis.world.rank: failure.mine.label, who: failure.theirs.label})
+    if failure.trouble == "late":
+        return call.lost(f"nothing came from rank {who} for {call.axis.watch.timeout:g} s", failure.peer, late=True)
+    return call.lost(f"rank {who} will not do its part: {failure.reason}", failure.peer, late=False)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 SHARED_MEMORY_VARIABLE: Final = "DRIVETRAIN_SHARED_MEMORY"
 """The environment variable that switches shared memory off: 0 on any rank does it for the axes that it is on."""
@@ -24,24 +22,23 @@ _LENGTH_BYTES: Final = 2
 
 
 class IssuedCall(Protocol):
-    """A call as a rank issued it: its number on the axis, what it is, and the bytes of one piece."""
+    """A call as a rank issued it: its number on the axis, and the label that it was given."""
 
     @property
     def number(self) -> int: ...
     @property
     def label(self) -> str: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
 
 
 class SharedFailure(Protocol):
     """Why a call did not complete: ``reason`` speaks of the rank ``peer`` of the group, or of the group if it is None.
 
-    ``mine`` and ``theirs`` are the first calls that differed, where ranks issued different ones.
+    ``trouble`` is "late" where nothing came for too long. ``mine`` and ``theirs`` are the first calls that differed,
+    where ranks issued different ones.
     """
 
+    @property
+    def trouble(self) -> str: ...
     @property
     def reason(self) -> str: ...
     @property
@@ -65,6 +62,7 @@ class SharedWork(Protocol):
 class SharedGroup(Protocol):
     """Collectives as in ``collectives.py``, on checked tensors, with the results that ``reduction.py`` defines.
 
+    Labels have up to ``trail.LABEL_BYTES`` ASCII characters. Ranks whose labels differ have issued different calls.
     Calls run in the order of their issue, also those that end with one another's peers at different times.
     """
 
@@ -91,7 +89,7 @@ class SharedMemory(Protocol):
 
 
 def connect(
-    shared_memory: SharedMemory | None, group: dist.ProcessGroup, timeout: timedelta | None
+    shared_memory: SharedMemory | None, group: dist.ProcessGroup, timeout: float
 ) -> tuple[SharedGroup | None, str]:
     """The shared-memory group of the ranks of a gloo group, or None and the reason. COLLECTIVE over the group."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -104,7 +102,7 @@ def connect(
     if refusal or shared_memory is None:
         return None, refusal
     try:
-        return shared_memory(rank, size, exchange, timeout=(timeout or default_pg_timeout).total_seconds()), ""
+        return shared_memory(rank, size, exchange, timeout=timeout), ""
     except RuntimeError as error:
         return None, str(error)
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from drivetrain.comm import Mesh, init
+from drivetrain.comm import Mesh, Safeguards, init
 from drivetrain.engine.config import BatchSizes, Config, ZeroOptimization, load
 from drivetrain.engine.data import Collate, LoaderConfig, TrainLoader
 from drivetrain.engine.lr import Schedule, build_schedule
@@ -78,7 +78,7 @@ def assemble(
 ) -> Parts:
     """Put the parts of an engine together. Collective."""
     config = config if isinstance(config, Config) else load(config)
-    mesh = mesh or _mesh(config)
+    mesh = _mesh(config) if mesh is None else _check_safeguards(config, mesh)
     _start_logging(config, mesh)
     batch = config.resolve_batch(mesh.sizes["data"] * mesh.sizes["shard"])
     _seed(config, mesh)
@@ -107,14 +107,36 @@ def assemble(
 def _mesh(config: Config) -> Mesh:
     """All ranks along the shard axis, or groups of `mics_shard_size` of them with replicas of each other."""
     world, size = init(), config.zero_optimization.mics_shard_size
+    safeguards = _safeguards(config)
     if size <= 0:
-        return Mesh.create(world, shared_memory=SharedMemoryGroup)
+        return Mesh.create(world, shared_memory=SharedMemoryGroup, safeguards=safeguards)
     if world.size % size:
         raise ValueError(
             f"zero_optimization.mics_shard_size is {size}, which does not divide the {world.size} ranks; choose a "
             "divisor, or start another number of ranks"
         )
-    return Mesh.create(world, data=world.size // size, shard=size, shared_memory=SharedMemoryGroup)
+    data = world.size // size
+    return Mesh.create(world, data=data, shard=size, shared_memory=SharedMemoryGroup, safeguards=safeguards)
+
+
+def _safeguards(config: Config) -> Safeguards:
+    section = config.drivetrain
+    return Safeguards(timeout=section.collective_timeout, check=section.check_collectives).overridden(os.environ)
+
+
+def _check_safeguards(config: Config, mesh: Mesh) -> Mesh:
+    """The mesh of the caller, which was made with safeguards of its own; refuse a configuration that has others."""
+    asked = _safeguards(config)
+    wrong = {
+        "collective_timeout": asked.timeout not in (None, mesh.timeout),
+        "check_collectives": asked.check and not mesh.safeguards.check,
+    }
+    for name in (name for name, differs in wrong.items() if differs):
+        raise ValueError(
+            f"the configuration has drivetrain.{name}={getattr(config.drivetrain, name)}, and initialize was given a "
+            "mesh that was made without it: pass safeguards=Safeguards(...) to Mesh.create, or leave the key out"
+        )
+    return mesh
 
 
 def zero_policy(config: Config, mesh: Mesh, precision: Precision) -> Policy:

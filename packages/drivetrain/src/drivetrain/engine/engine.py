@@ -391,7 +391,7 @@ class Engine:
 
     def _mean(self, value: torch.Tensor) -> torch.Tensor:
         total = value.reshape(1).clone()
-        all_reduce(total, self.sharded.ranks.everyone, op="mean").wait()
+        all_reduce(total, self.sharded.ranks.everyone, op="mean", purpose="mean of the loss").wait()
         return total[0]
 
     def _training_batches(self) -> Iterator[Any]:

@@ -105,7 +105,7 @@ class Persistence:
             self._take_positions(stored, parts)
             opened.append(stored)
 
-        agree(examine, self._axis)
+        agree(examine, self._axis, "load: whether the checkpoint fits")
         (stored,) = opened
         self.sharded.zero_grad()
         if optimizer is not None:

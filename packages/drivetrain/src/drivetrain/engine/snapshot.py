@@ -59,7 +59,7 @@ def optimizer_tensors(optimizer: ShardedOptimizer, purpose: Literal["save", "loa
 def optimizer_metadata(optimizer: ShardedOptimizer, axis: Axis) -> dict[str, Any]:
     """What is not tensors: class, kinds of state, settings of the groups, loss scale. Collective."""
     schema: dict[str, dict[str, str]] = {}
-    for part in all_gather_object(optimizer.state_schema(), axis):
+    for part in all_gather_object(optimizer.state_schema(), axis, purpose="optimizer state for a checkpoint"):
         schema.update(part)
     return {
         "class": _kind_of(optimizer),

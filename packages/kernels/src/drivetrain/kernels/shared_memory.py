@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,9 +38,11 @@ __all__ = [
 
 SLOT_BYTES: Final = 1 << 17
 SLOTS: Final = 8
-_VERSION: Final = 1  # of what ranks tell each other and of the layout of their memory
+_VERSION: Final = 2  # of what ranks tell each other and of the layout of their memory
 _LINE: Final = 64  # SharedMemoryGroup deals slots out in lines of the cache
 _LOOK_SECONDS: Final = 0.2  # how often a waiting thread returns to Python, which handles signals
+
+Trouble: TypeAlias = Literal["ended", "gave up", "closed", "differs", "late", "shut down"]
 
 # In the order of CallKind, FoldOp, FoldType and Trouble in the core.
 _KINDS: Final = ("all_gather", "broadcast", "all_to_all", "reduce_scatter", "all_reduce")
@@ -59,16 +61,14 @@ _FOLDED: Final[Mapping[torch.dtype, int]] = MappingProxyType(
         torch.bool: 5,
     }
 )
-_TROUBLES: Final = (
-    "",
-    "its process has ended",
-    "it gave up on a call of this group",
-    "it closed the group before its part of the call was done",
-    "it issued another call",
-    "nothing came from it for {timeout:g} s: it is stuck, or issued fewer calls",
-    "the group was closed",
+_TROUBLES: Final[tuple[tuple[Trouble, str], ...]] = (
+    ("ended", "its process has ended"),
+    ("gave up", "it gave up on a call of this group"),
+    ("closed", "it closed the group before its part of the call was done"),
+    ("differs", "it issued another call"),
+    ("late", "nothing came from it for {timeout:g} s: it is stuck, or issued fewer calls"),
+    ("shut down", "the group was closed"),
 )
-_DIFFERS: Final = 4
 
 
 def shared_memory_refusal() -> str:
@@ -102,9 +102,11 @@ class SharedMemoryCall:
 class SharedMemoryFailure:
     """Why a call did not complete: `reason` speaks of the rank `peer`, or of the group where that is None.
 
-    `mine` and `theirs`: the first calls that differed, where ranks issued different ones.
+    `trouble` says the same to programs. `mine` and `theirs`: the first calls that differed, where ranks issued
+    different ones.
     """
 
+    trouble: Trouble
     reason: str
     peer: int | None
     mine: SharedMemoryCall | None = None
@@ -163,6 +165,8 @@ class SharedMemoryGroup:
     All ranks issue the same calls in the same order, from any thread; they run in that order, and may be waited for in
     any. A call completes only when all ranks have issued it. Until its work is waited for, its tensors must stay
     untouched. Only the process that made the group can use it, not one forked from it.
+
+    A call's label is compared too, and told where ranks issued different calls: at most 191 bytes of it.
 
     Args:
         rank, size: of this process among those of the group; at least two.
@@ -313,9 +317,14 @@ class SharedMemoryGroup:
         trouble, peer, mine, theirs = native.outcome()
         if not trouble:
             return None
-        reason = _TROUBLES[trouble].format(timeout=self._timeout)
-        calls = {"mine": _call(mine), "theirs": _call(theirs)} if trouble == _DIFFERS else {}
-        return SharedMemoryFailure(reason=reason, peer=peer if peer >= 0 else None, **calls)
+        kind, reason = _TROUBLES[trouble - 1]
+        return SharedMemoryFailure(
+            trouble=kind,
+            reason=reason.format(timeout=self._timeout),
+            peer=peer if peer >= 0 else None,
+            mine=_call(mine) if kind == "differs" else None,
+            theirs=_call(theirs) if kind == "differs" else None,
+        )
 
 
 def _call(described: tuple[int, str, int, str]) -> SharedMemoryCall:

@@ -213,8 +213,13 @@ class Quantity(ABC):
             region = self._region(place) if self._present(place) else None
             codes[index] = 0 if region is None else 1 + _DTYPES.index(region.dtype)
         agreed = torch.tensor(codes, dtype=torch.int64, device=self._axis.device)
-        all_reduce(agreed, self._axis, op="max").wait()
+        all_reduce(agreed, self._axis, op="max", purpose=f"dtype of {self._told(places)}").wait()
         return [None if code == 0 else _DTYPES[code - 1] for code in agreed.tolist()]
+
+    def _told(self, places: Sequence[_Place]) -> str:
+        """What of which parameters, in words."""
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        return f"{self} of '{places[0].slot.name}'{more}" if places else f"{self} of no parameter"
 
     def _gather(self, places: Sequence[_Place], dtype: torch.dtype) -> list[torch.Tensor]:
         """Whole tensors out of everybody's slices, which travel end to end, padded to the longest rank's."""
@@ -228,7 +233,7 @@ class Quantity(ABC):
             if region is not None:
                 mine[end - length : end].copy_(region)
         everybody = torch.empty(longest * axis.size, dtype=dtype, device=axis.device)
-        all_gather(everybody, mine, axis).wait()
+        all_gather(everybody, mine, axis, purpose=self._told(places)).wait()
         wholes = [torch.empty(place.slot.numel, dtype=dtype, device=axis.device) for place in places]
         for rank, flat in enumerate(everybody.view(axis.size, longest)):
             for piece, whole, end in zip(pieces[rank], wholes, accumulate(lengths[rank]), strict=True):

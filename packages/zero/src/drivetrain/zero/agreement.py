@@ -26,7 +26,7 @@ def checksum(tensor: torch.Tensor) -> int:
 def require_same(tensors: Mapping[str, torch.Tensor], axis: Axis) -> None:
     """Refuse, on every rank, tensors that are not the same on all of them. Collective."""
     mine = [checksum(tensor) for tensor in tensors.values()]
-    everybody = all_gather_object(mine, axis)
+    everybody = all_gather_object(mine, axis, purpose=f"comparison of '{next(iter(tensors), '')}'")
     for index, name in enumerate(tensors):
         for rank, theirs in enumerate(everybody):
             if theirs[index] != everybody[0][index]:

@@ -138,10 +138,11 @@ class ShardedModule:
         self.residency.release_all()
         for bucket in self.buckets:
             if not bucket.split:
-                all_gather(bucket.master, bucket.master[bucket.own], self.axis).wait()
+                purpose = f"master weights of {bucket.title}"
+                all_gather(bucket.master, bucket.master[bucket.own], self.axis, purpose=purpose).wait()
             bucket.publish_master()
             if bucket.split and bucket.resident:
-                self.parameters.start(bucket).wait()
+                self.parameters.start(bucket, during="refresh_parameters").wait()
         torch.clear_autocast_cache()
 
     def model_slices(self) -> dict[str, FlatSlice]:
@@ -168,7 +169,7 @@ class ShardedModule:
         """A copy of every parameter, whole, in the dtype it computes in; one unit is gathered at a time. Collective."""
         for unit in self.units:
             was_live = unit.live
-            unit.start_gather(exact=True)
+            unit.start_gather(exact=True, during="full_parameters")
             unit.finish_gather()
             copies = [(s.name, s.parameter.detach().clone()) for bucket in unit.buckets for s in bucket.slots]
             if not was_live:
@@ -347,10 +348,11 @@ def _check_same(module: nn.Module, rows: Collection[int], axis: Axis) -> None:
         for p in named_parameters(module)
     ]
     mine += [(name, f"a buffer, {b.dtype} of shape {list(b.shape)}") for name, b in module.named_buffers()]
-    digests = all_gather_object(hashlib.sha256(json.dumps(mine).encode()).hexdigest(), axis)
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    digests = all_gather_object(digest, axis, purpose="comparison of the ranks' models")
     if len(set(digests)) == 1:
         return
-    everybody = [dict(entries) for entries in all_gather_object(mine, axis)]
+    everybody = [dict(entries) for entries in all_gather_object(mine, axis, purpose="comparison of the ranks' models")]
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     first, other = everybody[0], everybody[rank]
     name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
@@ -369,7 +371,7 @@ def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             moved = buffer.to(axis.device).contiguous()
-            broadcast(moved, axis).wait()
+            broadcast(moved, axis, purpose=f"first values of buffer '{name}'").wait()
             owner._buffers[name] = moved
 
 
@@ -410,6 +412,7 @@ def _is_packed(parameter: nn.Parameter, group: Group, policy: Policy) -> bool:
 def _make_bucket(parameters: list[NamedParameter], kind: Kind, group: Group, plan: _Plan) -> Bucket:
     packed = _is_packed(parameters[0].parameter, group, plan.policy)
     return Bucket(
+        group.name,
         parameters,
         formats=plan.policy.formats(kind.dtype, lowered=kind.lowered),
         resident=group.resident,

@@ -71,6 +71,7 @@ class Bucket:
     """Storage of parameters that are gathered, reduced and updated together.
 
     Args:
+        unit: the name of the unit that it is a part of, for errors.
         parameters: the parameters, all of one dtype and all trained or all frozen. The first rank's values become the
             values on every rank.
         values: where their values come from instead; then no rank needs to have the whole bucket.
@@ -94,6 +95,7 @@ class Bucket:
 
     def __init__(
         self,
+        unit: str,
         parameters: Sequence[NamedParameter],
         *,
         formats: Formats,
@@ -105,6 +107,7 @@ class Bucket:
         pack: QuantizationRule | None = None,
     ) -> None:
         axis = ranks.shard
+        self.title = f"unit '{unit}' (first parameter '{parameters[0].name}')"
         alignment = ALIGNMENT if pack is None else math.lcm(ALIGNMENT, pack.block_size)
         self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size, alignment)
         self.dtype = formats.compute
@@ -164,7 +167,7 @@ class Bucket:
         flat = torch.zeros(self.layout.padded_numel, dtype=stored, device=self.axis.device)
         for start, named in zip(self.layout.starts, parameters, strict=True):
             flat[start : start + named.parameter.numel()].copy_(named.parameter.detach().reshape(-1))
-        broadcast(flat, everyone).wait()
+        broadcast(flat, everyone, purpose=f"first values of {self.title}").wait()
         return flat
 
     def _read(self, parameters: Sequence[NamedParameter], values: Values) -> torch.Tensor:
@@ -181,7 +184,7 @@ class Bucket:
         """All values, [padded_numel], of which each rank reads its own."""
         own = self._read(parameters, values)
         flat = torch.empty(self.layout.padded_numel, dtype=own.dtype, device=self.axis.device)
-        all_gather(flat, own, self.axis).wait()
+        all_gather(flat, own, self.axis, purpose=f"first values of {self.title}").wait()
         return flat
 
     def _make_slots(self, parameters: Sequence[NamedParameter]) -> list[Slot]:

@@ -134,7 +134,7 @@ class Memory:
     def part(self, ranks: Ranks) -> torch.Tensor:
         """This rank's part of the first rank's values. Collective."""
         flat = self._flat(self.numel).to(ranks.shard.device)
-        broadcast(flat, ranks.everyone).wait()
+        broadcast(flat, ranks.everyone, purpose="a parameter built under Init").wait()
         return cut(flat, ranks.shard)
 
     def split(self, ranks: Ranks) -> None:
@@ -149,7 +149,7 @@ class Memory:
         padded = self.piece.numel() * axis.size
         if self.storage.device == axis.device:
             self.storage.resize_(padded * self.dtype.itemsize)
-            all_gather(self._flat(padded), self.piece, axis).wait()
+            all_gather(self._flat(padded), self.piece, axis, purpose="a parameter built under Init").wait()
         else:
             self.storage.resize_(self.numel * self.dtype.itemsize)
             self._flat(self.numel).copy_(join(self.piece, axis)[: self.numel])
@@ -386,7 +386,7 @@ class Construction(TorchFunctionMode):
             return
         axis = self._ranks.shard
         seen = torch.tensor([int(m.seen_by_others) for m in memories], dtype=torch.int32, device=axis.device)
-        all_reduce(seen, axis, op="max").wait()
+        all_reduce(seen, axis, op="max", purpose="which parameters built under Init are whole").wait()
         for memory, wanted in zip(memories, seen.tolist(), strict=True):
             if wanted:
                 self._restore(memory)

@@ -101,13 +101,16 @@ class GradientExchange:
         local = local.to(wire)
         if before != 1.0:
             local.mul_(before)
+        purpose = f"reduction of the gradients of {bucket.title}"
         if not bucket.split:
-            return PendingReduction(bucket, all_reduce(local, self._axis, op=op), local, scale, kept)
+            handle = all_reduce(local, self._axis, op=op, purpose=purpose)
+            return PendingReduction(bucket, handle, local, scale, kept)
         whole = bucket.layout.shard_numel == bucket.numel
         output = local if whole else local.new_empty(bucket.layout.shard_numel)
         if self._codec is not None and not whole and bucket.row_width is None:
-            return PendingReduction(bucket, self._encoded(bucket, output, local, op), output, scale, kept)
-        return PendingReduction(bucket, reduce_scatter(output, local, self._axis, op=op), output, scale, kept)
+            return PendingReduction(bucket, self._encoded(bucket, output, local, op, purpose), output, scale, kept)
+        handle = reduce_scatter(output, local, self._axis, op=op, purpose=purpose)
+        return PendingReduction(bucket, handle, output, scale, kept)
 
     def count_rows(self, buckets: Sequence[Bucket]) -> list[Counts]:
         """What `start_rows` must know of each of ``buckets``. Collective."""
@@ -129,7 +132,9 @@ class GradientExchange:
         sent = Rows(indices=rows.indices, values=values if before == 1.0 else values * before)
         return PendingRows(bucket, sent, counts, self._axis, mean=op == "mean", scale=scale, dtype=kept)
 
-    def _encoded(self, bucket: Bucket, output: torch.Tensor, local: torch.Tensor, op: ReduceOp) -> Waitable:
+    def _encoded(
+        self, bucket: Bucket, output: torch.Tensor, local: torch.Tensor, op: ReduceOp, purpose: str
+    ) -> Waitable:
         assert self._codec is not None
         codec, errors = self._codec, self._errors
         return reduce_scatter_encoded(
@@ -141,6 +146,7 @@ class GradientExchange:
             near=self._near,
             adjust=None if errors is None else lambda pieces: errors.compensate(bucket, pieces, codec),
             op=op,
+            purpose=purpose,
         )
 
     def step_taken(self, *, trusted: bool) -> None:
@@ -155,9 +161,10 @@ class GradientExchange:
                 bucket.master.numel(), dtype=self.accumulate_dtype(bucket), device=self._axis.device
             )
         bucket.averaged = True
+        purpose = f"reduction over replicas of the gradients of {bucket.title}"
         kept = bucket.reduced
         sent = kept.to(self._wire_dtype(bucket))
-        handle = all_reduce(sent, self._replicas, op=self._policy.reduce_op)
+        handle = all_reduce(sent, self._replicas, op=self._policy.reduce_op, purpose=purpose)
         if sent is kept:
             return handle
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from drivetrain.comm import Codec, Staged, Waitable, all_gather, all_gather_encoded, all_gather_in_two
+from drivetrain.comm import Codec, Purpose, Staged, Waitable, all_gather, all_gather_encoded, all_gather_in_two
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.codec import BlockCodec
 from drivetrain.zero.policy import Policy
@@ -35,37 +35,41 @@ class ParameterExchange:
         """What is gathered is not exactly what is stored."""
         return self._codec is not None or self._rounding is not None
 
-    def start(self, bucket: Bucket, *, exact: bool = False) -> Waitable:
-        """Send for the whole of ``bucket``. Call `Bucket.attach` after waiting, if it was released."""
+    def start(self, bucket: Bucket, *, exact: bool = False, during: str = "") -> Waitable:
+        """Send for the whole of ``bucket``. Call `Bucket.attach` after waiting, if it was released.
+
+        ``during`` says what asks for it, for errors.
+        """
         bucket.make_room()
-        packed = bucket.packed
+        packed, purpose = bucket.packed, Purpose(f"gather of {bucket.title}", during)
         if packed is not None:
             wire = packed.encoded.new_empty(self._axis.size * packed.encoded.numel())
-            return Staged(
-                self._gather(bucket, wire, packed.encoded, exact=exact), lambda: packed.decode(wire, bucket.full)
-            )
+            first = self._gather(bucket, wire, packed.encoded, purpose, exact=exact)
+            return Staged(first, lambda: packed.decode(wire, bucket.full))
         if bucket.resident:
-            return all_gather(bucket.full, bucket.shard, self._axis)
-        return self._gather(bucket, bucket.full, bucket.shard, exact=exact)
+            return all_gather(bucket.full, bucket.shard, self._axis, purpose=purpose)
+        return self._gather(bucket, bucket.full, bucket.shard, purpose, exact=exact)
 
     def _codec_of(self, bucket: Bucket) -> Codec | None:
         if bucket.packed is not None:
             return None
         return self._rounding if self._codec is None and bucket.wire is not None else self._codec
 
-    def _gather(self, bucket: Bucket, whole: torch.Tensor, shard: torch.Tensor, *, exact: bool) -> Waitable:
+    def _gather(
+        self, bucket: Bucket, whole: torch.Tensor, shard: torch.Tensor, purpose: Purpose, *, exact: bool
+    ) -> Waitable:
         codec = self._codec_of(bucket)  # then what a second copy holds is not what is stored
         if self._seconds and bucket.secondary is not None and not (exact and codec is not None):
-            return all_gather(whole, bucket.secondary, self._nodes.within)
-        first = self._from_all(whole, shard, None if exact else codec)
+            return all_gather(whole, bucket.secondary, self._nodes.within, purpose=purpose)
+        first = self._from_all(whole, shard, None if exact else codec, purpose)
         if not self._seconds or exact:
             return first
         return Staged(first, lambda: bucket.keep_second_copy(whole, self._nodes.within))
 
-    def _from_all(self, whole: torch.Tensor, shard: torch.Tensor, codec: Codec | None) -> Waitable:
+    def _from_all(self, whole: torch.Tensor, shard: torch.Tensor, codec: Codec | None, purpose: Purpose) -> Waitable:
         within, between = self._nodes.within, self._nodes.between
         if self._in_two and within.size > 1 and between.size > 1:
-            return all_gather_in_two(whole, shard, within, between, codec)
+            return all_gather_in_two(whole, shard, within, between, codec, purpose=purpose)
         if codec is not None:
-            return all_gather_encoded(whole, shard, self._axis, codec)
-        return all_gather(whole, shard, self._axis)
+            return all_gather_encoded(whole, shard, self._axis, codec, purpose=purpose)
+        return all_gather(whole, shard, self._axis, purpose=purpose)

@@ -57,7 +57,7 @@ def gathered(
     sharded.hooks.backward.settle()
     for unit in units:
         unit.pins += 1
-        unit.start_gather(exact=True)
+        unit.start_gather(exact=True, during="gathered")
     for unit in units:
         unit.finish_gather()
     try:
@@ -100,4 +100,5 @@ def _agree(slots: list[Slot], sharded: ShardedModule, modifier_rank: int | None)
         require_same({slot.name: slot.whole for slot in slots}, sharded.ranks.everyone)
         return
     for slot in slots:
-        broadcast(slot.whole.view(-1), sharded.ranks.everyone, src=modifier_rank).wait()
+        purpose = f"new values of '{slot.name}'"
+        broadcast(slot.whole.view(-1), sharded.ranks.everyone, src=modifier_rank, purpose=purpose).wait()

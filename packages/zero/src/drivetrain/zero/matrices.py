@@ -110,7 +110,7 @@ class SlicedMatrices:
                 flat = torch.cat(tensors)
                 row[: flat.numel()].copy_(flat)
         came = torch.empty_like(sent)
-        all_to_all(came.view(-1), sent.view(-1), self._axis).wait()
+        all_to_all(came.view(-1), sent.view(-1), self._axis, purpose="matrices of the optimizer step").wait()
         for row, tensors in zip(came, incoming, strict=True):
             ends = accumulate(tensor.numel() for tensor in tensors)
             for tensor, end in zip(tensors, ends, strict=True):

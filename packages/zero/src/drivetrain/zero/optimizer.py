@@ -148,6 +148,7 @@ class ShardedOptimizer:
         self._skip_non_finite = skip_non_finite
         self._patience = patience
         self._skipped_in_a_row = 0
+        self._steps = 0  # begun, by this object: for errors
         self._whole_norms = bool(getattr(optimizer, "needs_whole_norms", False))
         self._whole_matrices = hasattr(optimizer, "matrix_exchange")
         self._takes_factor = bool(getattr(optimizer, "takes_factor", False))
@@ -228,7 +229,7 @@ class ShardedOptimizer:
         return sub_groups
 
     def _sum_over_ranks(self, values: torch.Tensor) -> None:
-        all_reduce(values, self.sharded.axis).wait()
+        all_reduce(values, self.sharded.axis, purpose=f"norms of parameters in optimizer step {self._steps}").wait()
 
     # the step ---------------------------------------------------------------------------------------------------------
 
@@ -275,15 +276,18 @@ class ShardedOptimizer:
         flags = [float(flag) for flag in reducer.unsent()]
         flags += [float(used) for bucket in buckets for used in bucket.used]
         squares = own_square_sum(buckets, device)
+        self._steps += 1
+        purpose = f"gradient norm of optimizer step {self._steps}"
         survey = torch.cat((squares.view(1), torch.tensor(flags, dtype=torch.float64, device=device)))
-        all_reduce(survey, sharded.axis).wait()
-        all_reduce(survey, sharded.ranks.replicas, op="max").wait()  # their norms are the same, what they used is not
+        all_reduce(survey, sharded.axis, purpose=purpose).wait()
+        # The norms of replicas are the same, what they used is not.
+        all_reduce(survey, sharded.ranks.replicas, op="max", purpose=purpose).wait()
         total, *counts = survey.tolist()
         unsent = [count > 0 for count in counts[: len(buckets)]]
         if any(unsent):
             reducer.reduce(unsent)
             squares = own_square_sum(buckets, device)
-            all_reduce(squares, sharded.axis).wait()
+            all_reduce(squares, sharded.axis, purpose=purpose).wait()
             total = squares.item()
         used = iter(counts[len(buckets) :])
         for bucket in buckets:
@@ -335,7 +339,8 @@ class ShardedOptimizer:
                     piece = part.piece
                     values = reduced[piece.shard_offset : piece.shard_offset + piece.numel]
                     found = None if bool(torch.isfinite(values).all()) else part.slot.name
-        everywhere = [name for name in all_gather_object(found, self.sharded.axis) if name]
+        purpose = "the first parameter whose gradient is not finite"
+        everywhere = [name for name in all_gather_object(found, self.sharded.axis, purpose=purpose) if name]
         return f"'{everywhere[0]}'" if everywhere else "none that the optimizer updates"
 
     def _update(self, factor: float) -> None:
@@ -355,7 +360,7 @@ class ShardedOptimizer:
                 bucket.publish_master()
                 self._tell_autograd(bucket)
                 if bucket.resident and bucket.split:
-                    arriving.append(self.sharded.parameters.start(bucket))
+                    arriving.append(self.sharded.parameters.start(bucket, during=f"optimizer step {self._steps}"))
         for group, copy in zip(self.optimizer.param_groups, written, strict=True):
             group.update((key, value) for key, value in copy.items() if key != "params")
         for handle in arriving:

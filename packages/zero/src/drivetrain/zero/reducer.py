@@ -222,7 +222,7 @@ class GradientReducer:
             return
         rest = [index for index in self._order if index not in self._observed]
         order = torch.tensor(self._observed + rest, dtype=torch.int64, device=self._ranks.shard.device)
-        broadcast(order, self._ranks.everyone).wait()
+        broadcast(order, self._ranks.everyone, purpose="the order in which gradients are reduced").wait()
         self._order = order.tolist()
         self._agreed = True
 

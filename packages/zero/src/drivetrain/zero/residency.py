@@ -32,16 +32,16 @@ class Residency:
     def need(self, unit: Unit, phase: Phase) -> None:
         """Return once ``unit`` is readable; send for what is expected next."""
         self.order.record(unit.index, phase)
-        unit.start_gather()
-        self._prefetch(unit)
+        unit.start_gather(during=phase.value)
+        self._prefetch(unit, phase)
         unit.finish_gather()
 
     def restore(self, unit: Unit) -> None:
         """Return once ``unit``, which was let go too early, is readable again. Nothing to go by the next time."""
-        unit.start_gather()
+        unit.start_gather(during=Phase.BACKWARD.value)
         unit.finish_gather()
 
-    def _prefetch(self, current: Unit) -> None:
+    def _prefetch(self, current: Unit, phase: Phase) -> None:
         budget = self._policy.prefetch_numel
         ahead = 0
         for index in self.order.upcoming():
@@ -51,7 +51,7 @@ class Residency:
             ahead += unit.numel
             if budget is not None and ahead > budget:
                 return
-            unit.start_gather()
+            unit.start_gather(during=f"{phase.value}, ahead of use")
             if budget is None:
                 return
 

@@ -23,7 +23,8 @@ def count_rows(buckets: Sequence[Bucket], axis: Axis) -> list[Counts]:
     """How many rows each rank has to send of each bucket. Collective."""
     mine = [len(bucket.local) if isinstance(bucket.local, Rows) else 0 for bucket in buckets]
     counts = torch.empty(axis.size * len(mine), dtype=torch.int64, device=axis.device)
-    all_gather(counts, torch.tensor(mine, dtype=torch.int64, device=axis.device), axis).wait()
+    own = torch.tensor(mine, dtype=torch.int64, device=axis.device)
+    all_gather(counts, own, axis, purpose="how many rows of gradients there are").wait()
     return [tuple(column) for column in counts.view(axis.size, -1).T.tolist()]
 
 
@@ -70,7 +71,8 @@ class PendingRows:
             padded[: len(rows)].copy_(own)
             padded[len(rows) :].zero_()
             if longest:
-                self._handles.append(all_gather(whole.view(-1), padded.view(-1), axis))
+                purpose = f"rows of the gradients of {bucket.title}"
+                self._handles.append(all_gather(whole.view(-1), padded.view(-1), axis, purpose=purpose))
 
     def wait(self) -> None:
         """Block until the rows are here and added. Further calls do nothing."""

@@ -34,7 +34,7 @@ def cut(flat: torch.Tensor, axis: Axis) -> torch.Tensor:
 def join(piece: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The whole, out of every rank's part, and padding after it. Collective."""
     whole = torch.empty(axis.size * piece.numel(), dtype=piece.dtype, device=axis.device)
-    all_gather(whole, piece, axis).wait()
+    all_gather(whole, piece, axis, purpose="a parameter built under Init").wait()
     return whole
 
 

@@ -81,12 +81,15 @@ class Unit:
         """As far as hooks tell, the current backward pass will not read the parameters again."""
         return self.missing <= 0 and not self.open_calls and not self.unseen
 
-    def start_gather(self, *, exact: bool = False) -> None:
-        """Send for the parameters unless they are here or under way; ``exact``: as they are stored."""
+    def start_gather(self, *, exact: bool = False, during: str = "") -> None:
+        """Send for the parameters unless they are here or under way; ``exact``: as they are stored.
+
+        ``during`` says what asks for them, for errors.
+        """
         if exact and self._exchange.lossy:
             self.release()
         if not self.live and self._handles is None:
-            self._handles = [self._exchange.start(bucket, exact=exact) for bucket in self.buckets]
+            self._handles = [self._exchange.start(bucket, exact=exact, during=during) for bucket in self.buckets]
 
     def finish_gather(self) -> None:
         """Block until the parameters are here, and make them readable."""

@@ -100,7 +100,7 @@ class ParameterValues:
         if split is not None:
             return join(split.piece, self._ranks.shard)[start:stop]
         flat = named.parameter.detach().reshape(-1).to(self._ranks.shard.device, copy=True)
-        broadcast(flat, self._ranks.everyone).wait()
+        broadcast(flat, self._ranks.everyone, purpose=f"first values of '{named.name}'").wait()
         return flat[start:stop]
 
     def _read_source(self, named: NamedParameter, name: str, start: int, stop: int) -> torch.Tensor:
@@ -221,7 +221,8 @@ def _listed(items: Sequence[str]) -> str:
 def _agree_to(problem: str | None, ranks: Ranks) -> None:
     """Raise on every rank what any rank has found."""
     axis = ranks.everyone
-    for rank, text in zip(axis.ranks, all_gather_object(problem, axis), strict=True):
+    problems = all_gather_object(problem, axis, purpose="whether the values fit the model")
+    for rank, text in zip(axis.ranks, problems, strict=True):
         if text is not None:
             raise ValueError(text if text == problem else f"rank {rank} found: {text}")
 
@@ -282,7 +283,7 @@ def _make_real(parameter: nn.Parameter, data: torch.Tensor) -> None:
 
 def _split(parameter: nn.Parameter, ranks: Ranks) -> SplitParameter:
     flat = parameter.detach().reshape(-1).to(ranks.shard.device)
-    broadcast(flat, ranks.everyone).wait()
+    broadcast(flat, ranks.everyone, purpose="first values of a parameter").wait()
     kept = SplitParameter(cut(flat, ranks.shard), parameter.shape)
     parameter.data = placeholder(parameter.shape, parameter.dtype, ranks.shard.device)
     return kept

@@ -20,13 +20,13 @@ __all__ = ["agree", "gather", "planned"]
 T = TypeVar("T")
 
 
-def gather(value: T, axis: Axis | None) -> list[T]:
-    """`value` of every rank, in order. JSON only. Without an axis the process is alone."""
-    return [value] if axis is None else cast("list[T]", all_gather_object(value, axis))
+def gather(value: T, axis: Axis | None, purpose: str) -> list[T]:
+    """`value` of every rank, in order. JSON only. Without an axis the process is alone. `purpose` is for errors."""
+    return [value] if axis is None else cast("list[T]", all_gather_object(value, axis, purpose=purpose))
 
 
-def agree(action: Callable[[], T], axis: Axis | None) -> list[T]:
-    """Runs `action` on every rank and returns its (JSON) results by rank.
+def agree(action: Callable[[], T], axis: Axis | None, purpose: str) -> list[T]:
+    """Runs `action` on every rank and returns its (JSON) results by rank. `purpose` is what a rank that waits tells.
 
     Raises CheckpointError on all ranks if it raised on any; CheckpointNotFoundError if that was the error of all
     that failed.
@@ -39,7 +39,7 @@ def agree(action: Callable[[], T], axis: Axis | None) -> list[T]:
         failure = error
         outcome["fault"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         outcome["not_found"] = isinstance(error, CheckpointNotFoundError)
-    outcomes = gather(outcome, axis)
+    outcomes = gather(outcome, axis, purpose)
     faults = {rank: found for rank, found in enumerate(outcomes) if "fault" in found}
     if faults:
         kind = CheckpointNotFoundError if all(found["not_found"] for found in faults.values()) else CheckpointError

@@ -125,7 +125,7 @@ def export_tensors(
     source = _LiveSource(tensors, axis, options.prefix)
     tied = _strip_aliases({} if aliases is None else aliases, options.prefix)
     plan: list[_ExportFile] = []
-    agree(lambda: plan.extend(_plan(source.kinds, tied, options)), axis)
+    agree(lambda: plan.extend(_plan(source.kinds, tied, options)), axis, "export: the plan of the files")
     stream = _stream(plan, source)
     failure: Exception | None = None
     if axis.rank == 0:
@@ -140,7 +140,7 @@ def export_tensors(
         if failure is not None:
             raise failure
 
-    agree(outcome, axis)
+    agree(outcome, axis, "export: whether all is written")
     return _exported(Path(out), plan)
 
 
@@ -174,7 +174,7 @@ class _LiveSource:
         self._axis = axis
         kinds: dict[str, TensorKind] = {}
         held: dict[str, list[Extent]] = {}
-        for rank, parts in enumerate(agree(self._describe, axis)):
+        for rank, parts in enumerate(agree(self._describe, axis, "export: what every rank holds")):
             for name, (code, shape, offset, numel) in parts.items():
                 kind = TensorKind(dtype=DTYPES[code], shape=torch.Size(shape))
                 if kinds.setdefault(name, kind) != kind:
@@ -202,7 +202,7 @@ class _LiveSource:
                     window = part.read(start - part.offset, numel).to(self._axis.device).contiguous()
                 else:
                     window = torch.empty(numel, dtype=kind.dtype, device=self._axis.device)
-                broadcast(window.view(torch.uint8), self._axis, src=owner).wait()
+                broadcast(window.view(torch.uint8), self._axis, src=owner, purpose=f"export of '{name}'").wait()
                 yield window
 
     def _describe(self) -> dict[str, tuple[str, list[int], int, int]]:

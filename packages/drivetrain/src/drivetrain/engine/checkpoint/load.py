@@ -113,7 +113,7 @@ def load(
         opened.append(stored)
         return stored.manifest.tag + stored.manifest.created
 
-    if len(set(agree(look, axis))) > 1:
+    if len(set(agree(look, axis, "load: which checkpoint"))) > 1:
         raise CheckpointError(
             f"ranks see different checkpoints under {directory}; all must load the same one from a shared file system"
         )
@@ -121,7 +121,7 @@ def load(
     report = _report(stored, _all_wanted(wanted, axis), options)
     _require_fit(report, options)
     loaded: list[LoadedCheckpoint] = []
-    agree(lambda: loaded.append(_side_files(stored, report, axis)), axis)
+    agree(lambda: loaded.append(_side_files(stored, report, axis)), axis, "load: the other files")
     filled = set(report.filled)
     names = {name: stored.manifest.stored_name(name) or name for name in wanted if name in filled}
     planned(lambda: _read_tensors(stored, {name: wanted[name] for name in names}, names, axis), axis)
@@ -158,8 +158,9 @@ def _all_wanted(wanted: Mapping[str, FlatSlice], axis: Axis | None) -> dict[str,
     do.
     """
     mine = {name: list(part.shape) for name, part in sorted(wanted.items())}
-    digests = gather(hashlib.sha256(json.dumps(mine).encode()).hexdigest(), axis)
-    everybody = [mine] if len(set(digests)) == 1 else gather(mine, axis)
+    purpose = "load: what every rank wants"
+    digests = gather(hashlib.sha256(json.dumps(mine).encode()).hexdigest(), axis, purpose)
+    everybody = [mine] if len(set(digests)) == 1 else gather(mine, axis, purpose)
     shapes: dict[str, tuple[int, ...]] = {}
     for part in everybody:
         for name, shape in part.items():

@@ -126,18 +126,20 @@ def save(
         aliases={} if aliases is None else aliases,
     )
     folder = Path(directory)
-    agree(lambda: _check(tag, content), axis)
+    agree(lambda: _check(tag, content), axis, "save: whether all ranks can save")
     agreed = _agreed_tag(tag, axis, options.tag_validation)
-    nonce = gather(secrets.token_hex(4), axis)[0]
+    nonce = gather(secrets.token_hex(4), axis, "save: the name of the temporary folder")[0]
     partial = partial_path(folder, agreed, nonce)
     try:
-        head = agree(lambda: _prepare(folder, agreed, partial, content) if _leads(axis) else {}, axis)
-        agree(lambda: _must_see(partial), axis)
+        prepare = "save: the temporary folder"
+        head = agree(lambda: _prepare(folder, agreed, partial, content) if _leads(axis) else {}, axis, prepare)
+        agree(lambda: _must_see(partial), axis, "save: whether all see the temporary folder")
         writer = RankFileWriter(partial, _rank(axis))
         planned(lambda: _write_tensors(content.tensors, writer, axis), axis)
-        files = agree(lambda: _finish_data(content, partial, writer, axis, options), axis)
+        written = "save: whether all ranks have written"
+        files = agree(lambda: _finish_data(content, partial, writer, axis, options), axis, written)
         manifest = _manifest(agreed, content, writer.tensors, [*head, *files], len(files))
-        agree(lambda: _publish(folder, nonce, manifest, options) if _leads(axis) else None, axis)
+        agree(lambda: _publish(folder, nonce, manifest, options) if _leads(axis) else None, axis, "save: the end")
     except BaseException:
         if _leads(axis):
             with contextlib.suppress(OSError):
@@ -166,7 +168,7 @@ def _check(tag: str, content: _Content) -> None:
 
 
 def _agreed_tag(tag: str, axis: Axis | None, validation: TagValidation) -> str:
-    tags = gather(tag, axis)
+    tags = gather(tag, axis, "save: the tag")
     if len(set(tags)) > 1 and validation != "ignore":
         other = next(rank for rank, found in enumerate(tags) if found != tags[0])
         text = f"ranks pass different tags to save(): rank 0 passes {tags[0]!r}, rank {other} passes {tags[other]!r}"

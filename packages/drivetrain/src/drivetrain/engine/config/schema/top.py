@@ -95,6 +95,21 @@ class Drivetrain(Section):
             "false where they need more digits, and cast in the model."
         ),
     ] = False
+    collective_timeout: Annotated[
+        Above0 | None,
+        Key(
+            "Seconds without progress after which a collective is an error that tells what every rank does; null is "
+            "torch's default (1800 on CPUs, 600 with NCCL). The environment variable DRIVETRAIN_COLLECTIVE_TIMEOUT "
+            "comes before it."
+        ),
+    ] = None
+    check_collectives: Annotated[
+        Flag,
+        Key(
+            "Let ranks compare each collective before they wait for it, to find where they part; slow. The environment "
+            "variable DRIVETRAIN_CHECK_COLLECTIVES (1 or 0) comes before it."
+        ),
+    ] = False
 
 
 _INFERENCE_KEYS = (
