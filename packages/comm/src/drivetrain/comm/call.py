@@ -49,9 +49,11 @@ class Call:
             late: nothing came for too long. Otherwise a connection, or a rank, is gone.
         """
         axis = self.axis
-        found = axis.comparison.difference(self.issued.number, wait=False) if axis.comparison is not None else None
-        if found is not None:
-            return self.mismatch(*found)
+        if axis.comparison is not None:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                found = axis.comparison.difference(self.issued.number, wait=False)
+                if found is not None:
+                    return self.mismatch(*found)
         text = axis.watch.reporter.explain(axis.trail, self.issued, reason, late=late)
         return self.error(text, None if peer is None else axis.ranks[peer])
 

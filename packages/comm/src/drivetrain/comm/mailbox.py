@@ -20,7 +20,7 @@ class Mailbox:
     """
 
     def __init__(self, store: Any, token: str, rank: int) -> None:
-        self._store = dist.PrefixStore(f"drivetrain/{token}", store)
+        self._store = dist.PrefixStore(f"drivetrain/{token}", store)  # type: ignore[attr-defined]  # torch documents it
         self._rank = rank
 
     def ask(self) -> int:

@@ -36,7 +36,7 @@ def _own(name: str, libraries: tuple[str, ...]) -> bool:
     return (
         not name.startswith("<")
         and ("site-packages" in name or not name.startswith(libraries[0]))
-        and not (name.startswith(libraries[1:]))
+        and not name.startswith(libraries[1:])
     )
 
 
@@ -48,5 +48,7 @@ def _libraries() -> tuple[str, ...]:
 
 
 def _shortened(name: str) -> str:
-    here = os.getcwd() + os.sep
-    return name.removeprefix(here)
+    try:
+        return name.removeprefix(os.getcwd() + os.sep)
+    except OSError:  # the folder is gone
+        return name

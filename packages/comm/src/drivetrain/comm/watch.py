@@ -271,7 +271,8 @@ class Watch:
         The first call starts the thread.
         """
         if self._store is None:
-            self._store = _get_default_store().clone()  # its own connection: others may be blocked in theirs
+            store: Any = _get_default_store()
+            self._store = store.clone()  # its own connection: others may be blocked in theirs
             stop = threading.Event()
             work = (Attendant(self.reporter), self.reporter.pace.tick, stop)
             thread = threading.Thread(target=_attend, args=work, name="drivetrain watch", daemon=True)
