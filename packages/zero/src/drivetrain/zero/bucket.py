@@ -275,9 +275,9 @@ class Bucket:
             self.packed.forget_arrivals()
         for slot, piece in zip(self.slots, self.own_pieces(), strict=True):
             if self.packed is not None:
-                size = torch.empty(piece.numel, device="meta")
+                nothing = torch.empty(piece.numel, dtype=torch.float32, device="meta")
                 slices[slot.name] = PackedSlice(
-                    data=size,
+                    data=nothing,
                     offset=piece.start,
                     shape=slot.shape,
                     writes=writes,
