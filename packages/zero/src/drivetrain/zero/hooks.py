@@ -179,12 +179,13 @@ class Hooks:
 
     def _install(self) -> None:
         add = self._handles.append
+        owners = self._find_owners()
         add(self._root.register_forward_pre_hook(self._before_root, prepend=True))
         add(self._root.register_forward_hook(self._after_root))
         lane = 0
         for unit in self._units:
             if not unit.resident:
-                self._install_unit(unit)
+                self._install_unit(unit, owners)
             for bucket in unit.buckets:
                 if bucket.trainable:
                     for index, slot in enumerate(bucket.slots):
@@ -193,16 +194,26 @@ class Hooks:
                         add(node.register_prehook(self._taker(unit, lane, index)))
                     lane += 1
 
-    def _install_unit(self, unit: Unit) -> None:
+    def _find_owners(self) -> dict[int, list[nn.Module]]:
+        """By the id of a parameter, the modules that hold it directly."""
+        owners: dict[int, list[nn.Module]] = {}
+        for module in self._root.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(module)
+        return owners
+
+    def _install_unit(self, unit: Unit, owners: Mapping[int, list[nn.Module]]) -> None:
         add = self._handles.append
-        own = {id(slot.parameter) for bucket in unit.buckets for slot in bucket.slots}
+        slots = (slot for bucket in unit.buckets for slot in bucket.slots)
+        owning = dict.fromkeys(module for slot in slots for module in owners[id(slot.parameter)])
         for module in unit.modules:
             add(module.register_forward_pre_hook(untraced(self._unit_entrance(unit)), prepend=True, with_kwargs=True))
             add(module.register_forward_hook(untraced(self._unit_exit(unit)), with_kwargs=True))
-        for module in self._root.modules():
-            if module not in unit.modules and any(id(p) in own for p in module.parameters(recurse=False)):
-                add(module.register_forward_pre_hook(untraced(self._owner_entrance(unit)), prepend=True))
-                add(module.register_forward_hook(untraced(self._owner_exit(unit))))
+        entrance, exit = untraced(self._owner_entrance(unit)), untraced(self._owner_exit(unit))
+        for module in owning:
+            if module not in unit.modules:
+                add(module.register_forward_pre_hook(entrance, prepend=True))
+                add(module.register_forward_hook(exit))
 
     def remove(self) -> None:
         """Take every hook out again."""
