@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.zero.casts import CastCopies
 from drivetrain.zero.order import Phase
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
@@ -204,12 +205,17 @@ class Hooks:
 
     def _install_unit(self, unit: Unit, owners: Mapping[int, list[nn.Module]]) -> None:
         add = self._handles.append
-        slots = (slot for bucket in unit.buckets for slot in bucket.slots)
-        owning = dict.fromkeys(module for slot in slots for module in owners[id(slot.parameter)])
+        parameters = [slot.parameter for bucket in unit.buckets for slot in bucket.slots]
+        copies = CastCopies(parameters, parameters[0].device, lambda: self._residency.restore(unit))
+        owning = dict.fromkeys(module for parameter in parameters for module in owners[id(parameter)])
         for module in unit.modules:
-            add(module.register_forward_pre_hook(untraced(self._unit_entrance(unit)), prepend=True, with_kwargs=True))
-            add(module.register_forward_hook(untraced(self._unit_exit(unit)), with_kwargs=True))
-        entrance, exit = untraced(self._owner_entrance(unit)), untraced(self._owner_exit(unit))
+            add(
+                module.register_forward_pre_hook(
+                    untraced(self._unit_entrance(unit, copies)), prepend=True, with_kwargs=True
+                )
+            )
+            add(module.register_forward_hook(untraced(self._unit_exit(unit, copies)), with_kwargs=True))
+        entrance, exit = untraced(self._owner_entrance(unit)), untraced(self._owner_exit(unit, copies))
         for module in owning:
             if module not in unit.modules:
                 add(module.register_forward_pre_hook(entrance, prepend=True))
@@ -252,10 +258,11 @@ class Hooks:
         if not torch.is_grad_enabled():
             self._release_all()
 
-    def _unit_entrance(self, unit: Unit) -> Callable[..., tuple[Any, Any] | None]:
+    def _unit_entrance(self, unit: Unit, copies: CastCopies) -> Callable[..., tuple[Any, Any] | None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             self._residency.need(unit, self._phase())
             unit.call = call = Call()
+            copies.begin()
             if not torch.is_grad_enabled() or module is self._root:
                 return None
             args, kwargs = own_views(args, kwargs)
@@ -268,7 +275,7 @@ class Hooks:
 
         return before
 
-    def _unit_exit(self, unit: Unit) -> Callable[..., None]:
+    def _unit_exit(self, unit: Unit, copies: CastCopies) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             watched = differentiable(output)
             before_backward = self._unit_watcher(unit, unit.call)
@@ -283,6 +290,9 @@ class Hooks:
                 unit.unseen |= unit.trainable_count > 0 or next(tensors_in(output), None) is None
             if not unit.unseen:
                 self._residency.done(unit)
+            if not unit.live and copies.active:
+                copies.see(module, output)
+                copies.end(differentiable((output, kept_by(module))))
 
         return after
 
@@ -293,12 +303,14 @@ class Hooks:
 
         return before
 
-    def _owner_exit(self, unit: Unit) -> Callable[..., None]:
+    def _owner_exit(self, unit: Unit, copies: CastCopies) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             given = {id(tensor) for tensor in differentiable(args)}
             kept = (tensor for tensor in differentiable(kept_by(module)) if id(tensor) not in given)
             for tensor in (*differentiable(output), *kept):
                 tensor.register_hook(self._owner_watcher(unit))
+            if copies.active:
+                copies.see(module, output)
 
         return after
 
