@@ -38,13 +38,16 @@ class Block(nn.Module):
         self.down = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.attend(x_BTD)
+        hidden = self.norm_mlp(x_BTD)
+        return x_BTD + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+
+    def attend(self, x_BTD: torch.Tensor) -> torch.Tensor:
         batch, length, width = x_BTD.shape
         qkv = self.qkv(self.norm_attention(x_BTD)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        hidden = self.norm_mlp(x_BTD)
-        return x_BTD + self.down(nn.functional.silu(self.gate(hidden)) * self.up(hidden))
+        return x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class Decoder(nn.Module):

@@ -42,6 +42,7 @@ def test_pieces_of_a_parameter_come_in_the_order_of_ranks(numels: list[int], wor
         reached = 0
         for rank in range(world_size):
             piece = layout.piece(index, rank)
+            assert (piece.numel > 0) == (rank in layout.ranks_of(index))
             if piece.numel:
                 assert piece.start == reached
                 reached = piece.start + piece.numel

@@ -108,3 +108,24 @@ def test_predictions_end_and_a_change_is_learned_at_once(passes: list[tuple[list
             order.record(unit, phase)
             assert len(list(order.upcoming())) <= 3 * 5 * 12  # every use at most once: phases, units, counts
         assert train(order, forward, backward) == [None, *forward[1:], *backward]
+
+
+@given(forward=PASSES, backward=PASSES)
+def test_a_unit_is_expected_again_while_the_pass_before_used_it_again(forward: list[int], backward: list[int]) -> None:
+    order = UseOrder()
+    train(order, forward, backward)
+    order.restart()
+    uses = [(unit, Phase.FORWARD) for unit in forward] + [(unit, Phase.BACKWARD) for unit in backward]
+    for done, (unit, phase) in enumerate(uses, start=1):
+        order.record(unit, phase)
+        assert order.expects_again(unit) == (unit in [later for later, _ in uses[done:]])
+
+
+def test_a_return_that_did_not_happen_is_no_longer_expected() -> None:
+    order = UseOrder()
+    train(order, [0, 1], [1, 0])
+    train(order, [0, 1], [])
+    order.restart()
+    order.record(0, Phase.FORWARD)
+    assert not order.expects_again(0)
+    assert not order.expects_again(3)

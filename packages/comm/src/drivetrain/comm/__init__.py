@@ -24,7 +24,7 @@ from drivetrain.comm.errors import CollectiveError
 from drivetrain.comm.ledger import Ledger, LedgerEntry
 from drivetrain.comm.mesh import AXES, Axis, Mesh
 from drivetrain.comm.safeguards import CHECK_VARIABLE, TIMEOUT_VARIABLE, Safeguards
-from drivetrain.comm.setup import World, init, shutdown
+from drivetrain.comm.setup import World, dry_world, init, shutdown
 from drivetrain.comm.shared_memory import SHARED_MEMORY_VARIABLE, SharedGroup, SharedMemory
 from drivetrain.comm.trail import Purpose
 
@@ -55,6 +55,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "dry_world",
     "init",
     "reduce_scatter",
     "reduce_scatter_encoded",

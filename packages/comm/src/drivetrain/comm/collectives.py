@@ -10,8 +10,8 @@ On gloo the algorithms are in ``gloo.py``: deterministic, summed in rank order, 
 a reduce-scatter followed by an all-gather. Where the ranks share memory (``shared_calls.py``) the results are the same
 to the bit. On other backends (NCCL) torch's own collectives run, and their order of summation is the library's.
 
-An axis of one rank communicates nothing: the copy is done, and the handle is complete. This is the only place where
-that is a case.
+An axis of one rank communicates nothing: the copy is done, and the handle is complete. In a dry world (``setup.py``)
+nothing is moved at all. This is the only place where these are cases.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def all_to_all(output: torch.Tensor, input: torch.Tensor, axis: Axis, *, purpose
 
 def barrier(axis: Axis, *, purpose: Purpose | str = "") -> None:
     """Return once every rank of the axis has called it. On CUDA the host waits too."""
-    token = torch.zeros(1, dtype=torch.uint8, device=axis.device)
+    token = torch.zeros(1, dtype=torch.uint8, device=axis.control_device)
     _issue(
         axis,
         "barrier",
@@ -238,8 +238,8 @@ def all_gather_object(value: object, axis: Axis, *, purpose: Purpose | str = "")
         TypeError: ``value`` isn't made of dicts with string keys, lists, strings, numbers, booleans and None.
     """
     text = _to_json(value, axis)
-    if axis.size == 1:
-        return [json.loads(text)]
+    if axis.size == 1 or axis.world.dry:
+        return [json.loads(text)] * axis.size
     lengths = torch.zeros(axis.size, dtype=torch.int64, device=axis.device)
     all_gather(lengths, torch.tensor([len(text)], device=axis.device), axis, purpose=purpose).wait()
     counts: list[int] = lengths.tolist()
@@ -305,6 +305,8 @@ def _issue(
             copy[1].copy_(copy[0])
         return Handle()
     call = Call(axis, axis.trail.add(op, argument, whole, purpose))
+    if axis.world.dry:
+        return Handle(_Dry(), call, _nbytes(whole))
     if axis.comparison is not None:
         axis.comparison.post(call.issued)
     if axis.backend == "gloo":
@@ -319,6 +321,13 @@ def _issue(
     if work is None:
         raise call.error("this process is not in the axis' group")
     return Handle(_Native(work), call, _nbytes(whole))
+
+
+class _Dry:
+    """A collective among ranks that nobody runs."""
+
+    def wait(self) -> None:
+        """Nothing comes."""
 
 
 class _Native:
@@ -371,7 +380,7 @@ def _clock(device: torch.device) -> _HostClock | _CudaClock:
 
 def _flat(op: str, name: str, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A 1-D view without autograd. Everything below sees only such."""
-    if tensor.device.type != axis.device.type:
+    if tensor.device.type not in (axis.device.type, axis.control_device.type):
         raise ValueError(f"{op} on axis '{axis.name}': {name} is on {tensor.device}, the axis works on {axis.device}")
     if not tensor.is_contiguous():
         raise ValueError(
@@ -409,6 +418,8 @@ def _check_overlap(
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_meta or b.is_meta:
+        return False  # what has no memory has no place either
     a_start, b_start = a.data_ptr(), b.data_ptr()
     return a_start < b_start + _nbytes(b) and b_start < a_start + _nbytes(a)
 

@@ -21,7 +21,7 @@ import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -53,6 +53,7 @@ class Axis:
         size, rank: how many ranks, and which of them this is.
         ranks: the ranks in the world, by rank in the axis.
         backend, device: the process group's backend, and where tensors live.
+        control_device: where small tensors live whose values the program reads.
         shared: carries the tensors instead of gloo, where the ranks can share memory.
         ledger: where collectives on this axis are counted.
         trail: what was issued on it.
@@ -81,12 +82,13 @@ class Axis:
         self.world = world
         self.backend = world.backend
         self.device = world.device
+        self.control_device = world.control_device
         self.ledger = ledger
         self.trail = Trail(name, channel, world.rank, ranks)
         self.watch = watch
         self.comparison: Comparison | None = None
         self._make = make
-        self._group = make() if self.size > 1 else None
+        self._group = make() if self.size > 1 and not world.dry else None
         self._sequence = itertools.count()
         if self._group is not None:
             self._guard(self._group, check)
@@ -94,7 +96,16 @@ class Axis:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of torch.distributed. COLLECTIVE on the first use where the axis has one rank."""
+        """The process group of torch.distributed. COLLECTIVE on the first use where the axis has one rank.
+
+        Raises:
+            RuntimeError: the world is a dry one, and has none.
+        """
+        if self.world.dry:
+            raise RuntimeError(
+                f"axis '{self.name}' belongs to a dry world, in which no process group exists; start the ranks, and "
+                "use init() in place of dry_world()"
+            )
         if self._group is None:
             self._group = self._make()
         return self._group
@@ -229,19 +240,20 @@ class Mesh:
                 f"axis() takes one or several different names, got {names}; the axes are {', '.join(AXES)}"
             )
         ordered = tuple(name for name in AXES if name in names)
-        return self._make_axis("+".join(ordered), list(self._groups(ordered)), channel)
+        return self._make_axis("+".join(ordered), lambda: self._groups(ordered), channel)
 
-    def _make_axis(self, name: str, groups: list[tuple[int, ...]], channel: str) -> Axis:
+    def _make_axis(self, name: str, groups: Callable[[], Iterable[tuple[int, ...]]], channel: str) -> Axis:
+        """``groups`` lists all groups of the axis, which only its making needs: there may be one for every rank."""
         key = (name, channel)
         if key not in self._axes:
-            mine = next(ranks for ranks in groups if self.world.rank in ranks)
+            mine = next(ranks for ranks in groups() if self.world.rank in ranks)
             self._axes[key] = Axis(
                 name=name,
                 channel=channel,
                 ranks=mine,
                 world=self.world,
                 ledger=self.ledger,
-                make=lambda: self._make_group(groups, mine, name, channel),
+                make=lambda: self._make_group(list(groups()), mine, name, channel),
                 watch=self._watch,
                 check=self.safeguards.check,
                 shared_memory=self._shared_memory,
@@ -252,7 +264,8 @@ class Mesh:
         """Cut an axis into runs of ``size`` neighbours: ``(within, between)``.
 
         ``within`` holds the ranks of this rank's run, ``between`` those at the same place in the other runs; a rank of
-        the whole axis is ``between.rank * size + within.rank``. COLLECTIVE over the world on the first use.
+        the whole axis is ``between.rank * size + within.rank``. A run of the whole axis is the axis itself. COLLECTIVE
+        over the world on the first use.
 
         Raises:
             ValueError: ``size`` does not divide the axis.
@@ -261,11 +274,16 @@ class Mesh:
             raise ValueError(f"unknown mesh axis '{name}'; the axes are {', '.join(AXES)}")
         if size < 1 or self.sizes[name] % size:
             raise ValueError(f"mesh axis '{name}' of {self.sizes[name]} ranks cannot be cut into runs of {size}")
-        wholes = list(self._groups((name,)))
-        runs = [whole[start : start + size] for whole in wholes for start in range(0, len(whole), size)]
-        across = [whole[place::size] for whole in wholes for place in range(size)]
+
+        def runs() -> Iterator[tuple[int, ...]]:
+            return (whole[at : at + size] for whole in self._groups((name,)) for at in range(0, len(whole), size))
+
+        def across() -> Iterator[tuple[int, ...]]:
+            return (whole[place::size] for whole in self._groups((name,)) for place in range(size))
+
+        whole = size == self.sizes[name]
         return (
-            self._make_axis(f"{name}/{size} within", runs, channel),
+            self.axis(name, channel=channel) if whole else self._make_axis(f"{name}/{size} within", runs, channel),
             self._make_axis(f"{name}/{size} between", across, channel),
         )
 

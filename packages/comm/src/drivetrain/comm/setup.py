@@ -3,6 +3,9 @@
 The process group of torch.distributed is process-wide, so what ``init`` made is remembered per group: a group that is
 destroyed takes its ``World`` with it, and ``shutdown`` never destroys a group that somebody else made.
 
+`dry_world` is a place in a job that nobody runs: plans are made in it, and what one rank of a large job costs is
+counted in it.
+
 A world of one rank takes no network port for the rendezvous (the store lives in memory). Where all ranks are on this
 host (``MASTER_ADDR`` is the loopback), gloo is told to stay on the loopback interface too: it would otherwise resolve
 the host's name, which fails on many laptops and opens the job to the network.
@@ -24,6 +27,9 @@ import torch.distributed as dist
 
 _LOG = logging.getLogger("drivetrain.comm")
 
+DRY: Final = "dry"
+"""The backend of a world that nobody runs."""
+
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -36,8 +42,18 @@ class World:
     local_rank: int  # among the ranks of this host
     local_size: int
     device: torch.device
-    backend: str  # "gloo", "nccl", ...
+    backend: str  # "gloo", "nccl", ...; "dry" where no job runs
     timeout: timedelta | None = None  # of every collective, if the mesh says nothing; None: torch's default
+
+    @property
+    def dry(self) -> bool:
+        """Nobody else is there: see `dry_world`."""
+        return self.backend == DRY
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where small tensors live whose values the program reads: ``device``, or the CPU if that has no values."""
+        return torch.device("cpu") if self.device.type == "meta" else self.device
 
 
 _MADE: Final = WeakKeyDictionary[dist.ProcessGroup, World]()  # state: mirrors torch's default group
@@ -80,6 +96,33 @@ def init(
     _MADE[group] = world
     _LOG.debug("rank %d of %d joined over %s on %s", world.rank, world.size, name, chosen)
     return world
+
+
+def dry_world(size: int, *, rank: int = 0, local_size: int = 1, device: torch.device | str = "meta") -> World:
+    """The place of ``rank`` among ``size`` ranks that nobody runs.
+
+    A `Mesh` over it has all its axes and no process group. Collectives are checked and counted in the ledger, and move
+    nothing: what they would fill keeps what it has, and objects that are gathered are this rank's own. Takes no
+    process group, port or environment.
+
+    Args:
+        size, rank: of the job.
+        local_size: ranks per host.
+        device: where tensors live; on the meta device nothing takes memory, whatever the size of the model.
+
+    Raises:
+        ValueError: there is no such rank.
+    """
+    if not 0 <= rank < size or local_size < 1:
+        raise ValueError(f"a dry world of {size} ranks, {local_size} on each host, has no rank {rank}")
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=rank % local_size,
+        local_size=local_size,
+        device=torch.device(device),
+        backend=DRY,
+    )
 
 
 def shutdown() -> None:

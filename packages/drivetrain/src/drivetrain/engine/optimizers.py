@@ -31,8 +31,9 @@ def build_optimizer(
     kind = section.type.lower()
     arguments = section.arguments()
     arguments.pop("fp32_optimizer_states", None)
+    fused = not any(p.is_meta for p in module.parameters())  # torch fuses nothing on the meta device
     if kind in ("adam", "adamw"):
-        return _adam(kind, arguments, parameters, moments)
+        return _adam(kind, arguments, parameters, moments, fused=fused)
     state_dtype = torch.float32 if moments is None else moments
     if kind == "lion":
         return Lion(parameters, **arguments, state_dtype=state_dtype)
@@ -48,7 +49,7 @@ def build_optimizer(
             f"optimizer.type '{section.type}' is neither one of Adam, AdamW, Adagrad, Lamb, Lion and Muon nor a class "
             "of torch.optim"
         )
-    return _made(chosen, arguments, parameters)
+    return _made(chosen, arguments, parameters, fused=fused)
 
 
 def check_moments(optimizer: torch.optim.Optimizer, master: torch.dtype, wanted: torch.dtype) -> None:
@@ -70,7 +71,7 @@ def check_moments(optimizer: torch.optim.Optimizer, master: torch.dtype, wanted:
 
 
 def _adam(
-    kind: str, arguments: dict[str, Any], parameters: Parameters, moments: torch.dtype | None
+    kind: str, arguments: dict[str, Any], parameters: Parameters, moments: torch.dtype | None, *, fused: bool
 ) -> torch.optim.Optimizer:
     """Adam means AdamW unless ``adam_w_mode`` is false; AdamW always does."""
     decoupled = kind == "adamw" or arguments.pop("adam_w_mode")
@@ -82,7 +83,7 @@ def _adam(
     kept = {key: arguments[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
     if moments is not None:
         return FusedAdam(parameters, **kept, adam_w_mode=decoupled, state_dtype=moments)
-    return _made(chosen, kept, parameters)
+    return _made(chosen, kept, parameters, fused=fused)
 
 
 def _muon(arguments: dict[str, Any], parameters: Parameters, module: nn.Module, state_dtype: torch.dtype) -> Muon:
@@ -124,9 +125,9 @@ def _tables(module: nn.Module) -> Iterator[int]:
 
 
 def _made(
-    chosen: type[torch.optim.Optimizer], arguments: dict[str, Any], parameters: Parameters
+    chosen: type[torch.optim.Optimizer], arguments: dict[str, Any], parameters: Parameters, *, fused: bool = False
 ) -> torch.optim.Optimizer:
-    if chosen in FUSED and not {"fused", "foreach"} & arguments.keys():
+    if fused and chosen in FUSED and not {"fused", "foreach"} & arguments.keys():
         arguments = {**arguments, "fused": True}
     try:
         return chosen(parameters, **arguments)

@@ -12,6 +12,7 @@ from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, 
 from drivetrain.zero.policy import ErrorFeedback, Policy
 from drivetrain.zero.precision import LossScalePolicy, LossScaler
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.tiled import TiledLinear
 from drivetrain.zero.values import TensorSource
 from drivetrain.zero.wire import AUTOCAST_CLASSES, WireRule
 
@@ -34,6 +35,7 @@ __all__ = [
     "ShardedOptimizer",
     "StepResult",
     "TensorSource",
+    "TiledLinear",
     "WireRule",
     "gathered",
     "shard",

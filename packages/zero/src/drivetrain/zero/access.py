@@ -27,7 +27,7 @@ from itertools import accumulate
 
 import torch
 
-from drivetrain.comm import all_gather, all_reduce
+from drivetrain.comm import all_reduce
 from drivetrain.zero.agreement import require_same
 from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
@@ -47,7 +47,7 @@ class _Place:
     @property
     def own(self) -> Piece:
         """What of it is in this rank's shard; the offset counts from the optimizer's region."""
-        return self.bucket.own_pieces()[self.index]
+        return self.bucket.own_piece(self.index)
 
 
 _DTYPES = (
@@ -128,7 +128,7 @@ class Quantity(ABC):
         return self.full_many([parameter])[0]
 
     def full_many(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-        """`full` of each of ``parameters``, which are the same on every rank, with one gather per dtype. Collective."""
+        """`full` of each of ``parameters``, which are the same on every rank. Collective: one call per dtype."""
         places = [self._place(parameter) for parameter in parameters]
         found: list[torch.Tensor | None] = [None] * len(places)
         split: dict[torch.dtype, list[int]] = {}
@@ -170,7 +170,7 @@ class Quantity(ABC):
         for place, value in zip(places, values, strict=True):
             region = self._region(place)
             if region is not None:
-                piece = place.bucket.region_pieces()[place.index]
+                piece = place.bucket.region_piece(place.index)
                 self._write(place, region, value.reshape(-1)[piece.start : piece.start + piece.numel])
         self._publish(places, values)
 
@@ -212,7 +212,7 @@ class Quantity(ABC):
         for index, place in enumerate(places):
             region = self._region(place) if self._present(place) else None
             codes[index] = 0 if region is None else 1 + _DTYPES.index(region.dtype)
-        agreed = torch.tensor(codes, dtype=torch.int64, device=self._axis.device)
+        agreed = torch.tensor(codes, dtype=torch.int64, device=self._axis.control_device)
         all_reduce(agreed, self._axis, op="max", purpose=f"dtype of {self._told(places)}").wait()
         return [None if code == 0 else _DTYPES[code - 1] for code in agreed.tolist()]
 
@@ -222,23 +222,21 @@ class Quantity(ABC):
         return f"{self} of '{places[0].slot.name}'{more}" if places else f"{self} of no parameter"
 
     def _gather(self, places: Sequence[_Place], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Whole tensors out of everybody's slices, which travel end to end, padded to the longest rank's."""
-        axis = self._axis
-        pieces = [[place.bucket.layout.piece(place.index, rank) for place in places] for rank in range(axis.size)]
-        lengths = [[piece.numel for piece in row] for row in pieces]
-        longest = max(map(sum, lengths))
-        mine = torch.zeros(longest, dtype=dtype, device=axis.device)
-        for place, end, length in zip(places, accumulate(lengths[axis.rank]), lengths[axis.rank], strict=True):
+        """Whole tensors out of everybody's slices.
+
+        Where a rank has nothing it sends zeros, so the largest of all ranks' bytes is the one that counts, whatever the
+        dtype. Neither memory nor work depends on the number of ranks, as they would if every rank's slices were sent.
+        """
+        ends = list(accumulate(place.slot.numel for place in places))
+        flat = torch.zeros(ends[-1], dtype=dtype, device=self._axis.device)
+        for place, end in zip(places, ends, strict=True):
             region = self._region(place)
             if region is not None:
-                mine[end - length : end].copy_(region)
-        everybody = torch.empty(longest * axis.size, dtype=dtype, device=axis.device)
-        all_gather(everybody, mine, axis, purpose=self._told(places)).wait()
-        wholes = [torch.empty(place.slot.numel, dtype=dtype, device=axis.device) for place in places]
-        for rank, flat in enumerate(everybody.view(axis.size, longest)):
-            for piece, whole, end in zip(pieces[rank], wholes, accumulate(lengths[rank]), strict=True):
-                whole[piece.start : piece.start + piece.numel].copy_(flat[end - piece.numel : end])
-        return [self._shown(whole).view(place.slot.shape) for place, whole in zip(places, wholes, strict=True)]
+                start = end - place.slot.numel + place.bucket.region_piece(place.index).start
+                flat[start : start + region.numel()].copy_(region)
+        all_reduce(flat.view(torch.uint8), self._axis, op="max", purpose=self._told(places)).wait()
+        wholes = (flat[end - place.slot.numel : end] for place, end in zip(places, ends, strict=True))
+        return [self._shown(whole).view(place.slot.shape) for whole, place in zip(wholes, places, strict=True)]
 
 
 class Master(Quantity):
@@ -248,7 +246,7 @@ class Master(Quantity):
         return "master weight"
 
     def _region(self, place: _Place) -> torch.Tensor | None:
-        piece = place.bucket.region_pieces()[place.index]
+        piece = place.bucket.region_piece(place.index)
         if place.bucket.packed is not None:
             return place.bucket.packed.read(piece.shard_offset, piece.numel)
         return place.bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
@@ -301,7 +299,7 @@ class Gradient(Quantity):
             )
         if bucket.reduced is None:
             return None
-        piece = bucket.region_pieces()[place.index]
+        piece = bucket.region_piece(place.index)
         return bucket.reduced[piece.shard_offset : piece.shard_offset + piece.numel]
 
 
@@ -320,7 +318,7 @@ class OptimizerState(Quantity):
         value = self._optimizer.state_of(place.slot.parameter).get(self._key)
         if value is None:
             return None
-        piece = place.bucket.region_pieces()[place.index]
+        piece = place.bucket.region_piece(place.index)
         if not isinstance(value, torch.Tensor) or value.numel() != piece.numel:
             raise TypeError(
                 f"optimizer state '{self._key}' of '{place.slot.name}' is one number for the whole parameter, not one "

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same values? Answered with eight bytes per tensor."""
+"""Do all ranks hold the same values? Answered with sixteen bytes per tensor, however many ranks there are."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
-from drivetrain.comm import Axis, all_gather_object
+from drivetrain.comm import Axis, all_gather_object, all_reduce
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that multiplying by it loses nothing modulo 2**64
 
 
 def checksum(tensor: torch.Tensor) -> int:
     """A 64-bit sum of the bits of ``tensor``, each element's times a number of its own: order matters, and NaN is equal
-    to itself."""
+    to itself. 0 on the meta device, where there are no values."""
+    if tensor.is_meta:
+        return 0
     flat = tensor.detach().reshape(-1)
     width = flat.element_size()
     as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,8 +27,13 @@ def checksum(tensor: torch.Tensor) -> int:
 
 def require_same(tensors: Mapping[str, torch.Tensor], axis: Axis) -> None:
     """Refuse, on every rank, tensors that are not the same on all of them. Collective."""
-    mine = [checksum(tensor) for tensor in tensors.values()]
-    everybody = all_gather_object(mine, axis, purpose=f"comparison of '{next(iter(tensors), '')}'")
+    told = f"comparison of '{next(iter(tensors), '')}'"
+    mine = torch.tensor([checksum(tensor) for tensor in tensors.values()], dtype=torch.int64)
+    most = torch.stack((mine, ~mine)).to(axis.control_device)  # the largest of all complements is that of the smallest
+    all_reduce(most, axis, op="max", purpose=told).wait()
+    if torch.equal(most[0], ~most[1]):
+        return
+    everybody = all_gather_object(mine.tolist(), axis, purpose=told)
     for index, name in enumerate(tensors):
         for rank, theirs in enumerate(everybody):
             if theirs[index] != everybody[0][index]:

@@ -50,7 +50,7 @@ from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
 from drivetrain.zero.split import is_placeholder
 from drivetrain.zero.state import FlatSlice
-from drivetrain.zero.unit import Unit
+from drivetrain.zero.unit import Presence, Unit
 from drivetrain.zero.values import Initialize, ParameterValues, TensorSource, find_values
 from drivetrain.zero.wire import WireRule
 
@@ -262,12 +262,13 @@ def shard(
     parameters = ParameterExchange(policy, ranks)
     lowered = policy.wire_rule.parameters(module) if policy.wire_rule else frozenset()
     plan = _Plan(policy=policy, ranks=ranks, origins=origins, rows=rows, lowered=lowered)
+    presence = Presence()
     units = tuple(
-        Unit(index, group.name, group.modules, _make_buckets(group, plan), parameters)
+        Unit(index, group.name, group.modules, _make_buckets(group, plan), parameters, presence)
         for index, group in enumerate(groups)
     )
     buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
-    residency = Residency(units, policy)
+    residency = Residency(units, policy, presence)
     reducer = GradientReducer(buckets, GradientExchange(policy, ranks), ranks, overlap=policy.overlap)
     return ShardedModule(module, policy, ranks, units, residency, parameters, reducer)
 

@@ -228,17 +228,25 @@ class Bucket:
         """Keep a part of ``whole``, which was gathered, split over ``axis``, to gather from until it changes."""
         self.secondary = whole[slice_of(whole.numel(), axis)].clone()
 
-    def region_pieces(self) -> list[Piece]:
-        """For each slot, what of it lies in the optimizer's region; offsets count from the region's start."""
+    def region_piece(self, index: int) -> Piece:
+        """What of slot ``index`` lies in the optimizer's region; offsets count from the region's start."""
         if self.split:
-            return [self.layout.piece(i, self.axis.rank) for i in range(len(self.slots))]
-        return [Piece(0, slot.numel, slot.start) for slot in self.slots]
+            return self.layout.piece(index, self.axis.rank)
+        slot = self.slots[index]
+        return Piece(0, slot.numel, slot.start)
+
+    def own_piece(self, index: int) -> Piece:
+        """What of slot ``index`` lies in this rank's shard; offsets count from the optimizer region's start."""
+        piece = self.layout.piece(index, self.axis.rank)
+        return Piece(piece.start, piece.numel, piece.shard_offset + self.own.start - self.region.start)
+
+    def region_pieces(self) -> list[Piece]:
+        """`region_piece` of each slot."""
+        return [self.region_piece(index) for index in range(len(self.slots))]
 
     def own_pieces(self) -> list[Piece]:
-        """For each slot, what of it lies in this rank's shard; offsets count from the optimizer region's start."""
-        shift = self.own.start - self.region.start
-        pieces = (self.layout.piece(i, self.axis.rank) for i in range(len(self.slots)))
-        return [Piece(p.start, p.numel, p.shard_offset + shift) for p in pieces]
+        """`own_piece` of each slot."""
+        return [self.own_piece(index) for index in range(len(self.slots))]
 
     def own_reduced(self) -> torch.Tensor | None:
         """The part of the reduced gradients that is this rank's shard."""

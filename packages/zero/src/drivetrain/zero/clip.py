@@ -17,12 +17,15 @@ CHUNK = ALIGNMENT << 10
 def own_square_sum(buckets: Iterable[Bucket], device: torch.device) -> torch.Tensor:
     """The sum of squares of this rank's shards of all reduced gradients: a float64 scalar on ``device``.
 
+    Gradients on the meta device have no values; their sum is 0.
+
     Every stage adds up the same shards, also stage 0 where the rank holds more, and padding is zero. How parameters
     fall into buckets and ranks must not show in the result either. So norms are taken of aligned runs of
     ``ALIGNMENT`` elements, which no cut divides, in fp32 (at the speed of one plain pass), and added in float64;
     rounded to fp32 in the end, the order of those additions has no say in practice.
     """
-    sums = [_square_sum(own) for bucket in buckets if (own := bucket.own_reduced()) is not None]
+    owned = (own for bucket in buckets if (own := bucket.own_reduced()) is not None and not own.is_meta)
+    sums = [_square_sum(own) for own in owned]
     return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
 
 

@@ -3,8 +3,9 @@
 The problem: one collective per parameter drowns in latency, one for the whole model cannot overlap with anything and
 needs the whole model in memory. The idea: models are towers of repeated blocks, so a block is the natural unit. It is
 found as an element of a ModuleList, ModuleDict or Sequential of which at least one sibling has the same class, or by a
-rule for leaves (see `leaf`); inside it nothing is split. What lies in no block belongs to the root unit, which is alive
-for the whole forward pass. A parameter that several units use (tied weights) belongs to the root for the same reason.
+rule for leaves (see `leaf`). Inside it nothing is split but linear layers that are made of tiles (see `tiled`), and not
+even these in a leaf. What lies in no block belongs to the root unit, which is alive for the whole forward pass. A
+parameter that several units use (tied weights) belongs to the root for the same reason.
 
 Pure: reads the module tree and moves no data.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from drivetrain.zero.leaf import FOUND, LeafRule
+from drivetrain.zero.tiled import Tile
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 MERGE_NUMEL = 4 << 20
@@ -66,9 +68,9 @@ def named_parameters(module: nn.Module) -> list[NamedParameter]:
 
 
 def find_blocks(module: nn.Module, leaf: LeafRule = FOUND) -> list[tuple[str, nn.Module]]:
-    """The outermost repeated blocks and leaves of ``module`` with their names, in the order of the tree, each once.
+    """The outermost repeated blocks and leaves of ``module``, and the tiles in them, with their names, each once.
 
-    None where ``module`` is a leaf itself.
+    In the order of the tree. None where ``module`` is a leaf itself.
     """
     seen: set[int] = set()
     blocks = []
@@ -88,8 +90,21 @@ def _walk_blocks(module: nn.Module, prefix: str, leaf: LeafRule) -> Iterator[tup
         repeated = classes[type(child)] >= 2 and not isinstance(child, CONTAINERS)
         if (repeated or leaf.matches(path, child)) and next(child.parameters(), None) is not None:
             yield path, child
+            yield from _walk_tiles(child, path, leaf)
         else:
             yield from _walk_blocks(child, path, leaf)
+
+
+def _walk_tiles(module: nn.Module, prefix: str, leaf: LeafRule) -> Iterator[tuple[str, nn.Module]]:
+    """The tiles inside of a block, but not those of leaves."""
+    if leaf.matches(prefix, module):
+        return
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}"
+        if isinstance(child, Tile):
+            yield path, child
+        else:
+            yield from _walk_tiles(child, path, leaf)
 
 
 def group_parameters(
@@ -110,8 +125,9 @@ def group_parameters(
     small = _small_parameters(parameters, persistence_numel, persistence_total_numel) if releases else set()
     blocks = find_blocks(module, leaf)
     home: dict[int, set[str]] = {}
+    tiles = {inner for _, inner in blocks if isinstance(inner, Tile)}
     for path, block in blocks:
-        for parameter in block.parameters():
+        for parameter in _own_parameters(block, tiles):
             home.setdefault(id(parameter), set()).add(path)
     outside = _used_outside(module, blocks)
 
@@ -149,6 +165,13 @@ def _small_parameters(parameters: Sequence[NamedParameter], below: int, total: i
         chosen.add(id(named.parameter))
         room -= numel
     return chosen
+
+
+def _own_parameters(block: nn.Module, tiles: Collection[nn.Module]) -> Iterator[nn.Parameter]:
+    """Those of ``block`` but for tiles in it, which are units of their own."""
+    for module in block.modules():
+        if module is block or module not in tiles:
+            yield from module.parameters(recurse=False)
 
 
 def _used_outside(module: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> set[int]:

@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.zero.casts import CastCopies
 from drivetrain.zero.order import Phase
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
@@ -179,12 +180,13 @@ class Hooks:
 
     def _install(self) -> None:
         add = self._handles.append
+        owners = self._find_owners()
         add(self._root.register_forward_pre_hook(self._before_root, prepend=True))
         add(self._root.register_forward_hook(self._after_root))
         lane = 0
         for unit in self._units:
             if not unit.resident:
-                self._install_unit(unit)
+                self._install_unit(unit, owners)
             for bucket in unit.buckets:
                 if bucket.trainable:
                     for index, slot in enumerate(bucket.slots):
@@ -193,16 +195,31 @@ class Hooks:
                         add(node.register_prehook(self._taker(unit, lane, index)))
                     lane += 1
 
-    def _install_unit(self, unit: Unit) -> None:
-        add = self._handles.append
-        own = {id(slot.parameter) for bucket in unit.buckets for slot in bucket.slots}
-        for module in unit.modules:
-            add(module.register_forward_pre_hook(untraced(self._unit_entrance(unit)), prepend=True, with_kwargs=True))
-            add(module.register_forward_hook(untraced(self._unit_exit(unit)), with_kwargs=True))
+    def _find_owners(self) -> dict[int, list[nn.Module]]:
+        """By the id of a parameter, the modules that hold it directly."""
+        owners: dict[int, list[nn.Module]] = {}
         for module in self._root.modules():
-            if module not in unit.modules and any(id(p) in own for p in module.parameters(recurse=False)):
-                add(module.register_forward_pre_hook(untraced(self._owner_entrance(unit)), prepend=True))
-                add(module.register_forward_hook(untraced(self._owner_exit(unit))))
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(module)
+        return owners
+
+    def _install_unit(self, unit: Unit, owners: Mapping[int, list[nn.Module]]) -> None:
+        add = self._handles.append
+        parameters = [slot.parameter for bucket in unit.buckets for slot in bucket.slots]
+        copies = CastCopies(parameters, parameters[0].device, lambda: self._residency.restore(unit))
+        owning = dict.fromkeys(module for parameter in parameters for module in owners[id(parameter)])
+        for module in unit.modules:
+            add(
+                module.register_forward_pre_hook(
+                    untraced(self._unit_entrance(unit, copies)), prepend=True, with_kwargs=True
+                )
+            )
+            add(module.register_forward_hook(untraced(self._unit_exit(unit, copies)), with_kwargs=True))
+        entrance, exit = untraced(self._owner_entrance(unit)), untraced(self._owner_exit(unit, copies))
+        for module in owning:
+            if module not in unit.modules:
+                add(module.register_forward_pre_hook(entrance, prepend=True))
+                add(module.register_forward_hook(exit))
 
     def remove(self) -> None:
         """Take every hook out again."""
@@ -241,10 +258,11 @@ class Hooks:
         if not torch.is_grad_enabled():
             self._release_all()
 
-    def _unit_entrance(self, unit: Unit) -> Callable[..., tuple[Any, Any] | None]:
+    def _unit_entrance(self, unit: Unit, copies: CastCopies) -> Callable[..., tuple[Any, Any] | None]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             self._residency.need(unit, self._phase())
             unit.call = call = Call()
+            copies.begin()
             if not torch.is_grad_enabled() or module is self._root:
                 return None
             args, kwargs = own_views(args, kwargs)
@@ -257,7 +275,7 @@ class Hooks:
 
         return before
 
-    def _unit_exit(self, unit: Unit) -> Callable[..., None]:
+    def _unit_exit(self, unit: Unit, copies: CastCopies) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             watched = differentiable(output)
             before_backward = self._unit_watcher(unit, unit.call)
@@ -272,6 +290,9 @@ class Hooks:
                 unit.unseen |= unit.trainable_count > 0 or next(tensors_in(output), None) is None
             if not unit.unseen:
                 self._residency.done(unit)
+            if not unit.live and copies.active:
+                copies.see(module, output)
+                copies.end(differentiable((output, kept_by(module))))
 
         return after
 
@@ -282,12 +303,14 @@ class Hooks:
 
         return before
 
-    def _owner_exit(self, unit: Unit) -> Callable[..., None]:
+    def _owner_exit(self, unit: Unit, copies: CastCopies) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             given = {id(tensor) for tensor in differentiable(args)}
             kept = (tensor for tensor in differentiable(kept_by(module)) if id(tensor) not in given)
             for tensor in (*differentiable(output), *kept):
                 tensor.register_hook(self._owner_watcher(unit))
+            if copies.active:
+                copies.see(module, output)
 
         return after
 

@@ -89,6 +89,13 @@ class BucketLayout:
             return Piece(start=0, numel=0, shard_offset=0)
         return Piece(start=begin - start, numel=end - begin, shard_offset=begin - low)
 
+    def ranks_of(self, index: int) -> range:
+        """The ranks that have a part of parameter ``index``: neighbours, none for an empty parameter."""
+        start, numel = self.starts[index], self.numels[index]
+        if numel == 0:
+            return range(0)
+        return range(start // self.shard_numel, (start + numel - 1) // self.shard_numel + 1)
+
 
 def fill_buckets(numels: Sequence[int], limit: int) -> list[list[int]]:
     """Cut a sequence of sizes into consecutive runs of at most ``limit`` elements.

@@ -4,14 +4,17 @@ The problem: what Muon does to a matrix depends on all of it, and ranks hold sli
 would do the same expensive work on every rank. The idea: matrices are dealt out to ranks by the work that they make,
 slices travel to their matrix's owner in one all-to-all, and the slices of the result come back in another.
 
-Invariant: who owns what, and the order of everything on the wire, follows from the layout alone, so ranks agree without
-a word.
+Invariants: who owns what, and the order of everything on the wire, follows from the layout alone, so ranks agree
+without a word. It is worked out once for the same matrices; after that a rank handles the slices that it sends or
+gets, and looks at no others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 import torch
@@ -36,6 +39,11 @@ class Matrix:
     def numel(self) -> int:
         return self.bucket.slots[self.slot_index].numel
 
+    @property
+    def ranks(self) -> range:
+        """Those that hold a part of it."""
+        return self.bucket.layout.ranks_of(self.slot_index)
+
     def piece(self, rank: int) -> Piece:
         """What of it ``rank`` holds."""
         return self.bucket.layout.piece(self.slot_index, rank)
@@ -49,11 +57,54 @@ class Matrix:
 
 def deal(work: Sequence[int], ranks: int) -> list[int]:
     """An owner for each piece of work: the heaviest first, each to the rank with the least so far."""
-    load, owners = [0] * ranks, [0] * len(work)
+    owners = [0] * len(work)
+    loads = [(0, rank) for rank in range(ranks)]
+    heapify(loads)
     for index in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        owners[index] = min(range(ranks), key=lambda rank: (load[rank], rank))
-        load[owners[index]] += work[index]
+        load, owners[index] = loads[0]
+        heapreplace(loads, (load + work[index], owners[index]))
     return owners
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Route:
+    """How the slices of some matrices travel, as one rank sees it.
+
+    Attributes:
+        mine: the matrices that meet on this rank.
+        sends: to each rank that needs some, which of this rank's slices.
+        takes: from each rank that has some, which of ``mine`` a slice belongs to, and where in it.
+        longest: the most elements that any rank sends to any other.
+    """
+
+    mine: tuple[Matrix, ...]
+    sends: Mapping[int, tuple[int, ...]]
+    takes: Mapping[int, tuple[tuple[int, Piece], ...]]
+    longest: int
+
+
+def _route(matrices: Sequence[Matrix], axis: Axis) -> _Route:
+    owners = deal([matrix.work for matrix in matrices], axis.size)
+    sent: Counter[tuple[int, int]] = Counter()
+    sends: dict[int, list[int]] = {}
+    takes: dict[int, list[tuple[int, Piece]]] = {}
+    mine: list[Matrix] = []
+    for index, (matrix, owner) in enumerate(zip(matrices, owners, strict=True)):
+        for rank in matrix.ranks:
+            piece = matrix.piece(rank)
+            sent[rank, owner] += piece.numel
+            if owner == axis.rank:
+                takes.setdefault(rank, []).append((len(mine), piece))
+        if axis.rank in matrix.ranks:
+            sends.setdefault(owner, []).append(index)
+        if owner == axis.rank:
+            mine.append(matrix)
+    return _Route(
+        mine=tuple(mine),
+        sends={owner: tuple(indices) for owner, indices in sends.items()},
+        takes={rank: tuple(parts) for rank, parts in takes.items()},
+        longest=max(sent.values(), default=0),
+    )
 
 
 class SlicedMatrices:
@@ -67,6 +118,7 @@ class SlicedMatrices:
     def __init__(self, matrices: Mapping[int, Matrix], axis: Axis) -> None:
         self._matrices = matrices
         self._axis = axis
+        self._routes: dict[tuple[int, ...], _Route] = {}
 
     def shape(self, param: torch.Tensor) -> torch.Size:
         return self._matrices[id(param)].shape
@@ -77,42 +129,42 @@ class SlicedMatrices:
         values: Sequence[torch.Tensor],
         function: Callable[[list[torch.Tensor]], list[torch.Tensor]],
     ) -> list[torch.Tensor]:
-        matrices = [self._matrices[id(param)] for param in params]
-        owners = deal([matrix.work for matrix in matrices], self._axis.size)
-        mine = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == self._axis.rank]
-        ranks = range(self._axis.size)
-        held = [[value for value, owner in zip(values, owners, strict=True) if owner == rank] for rank in ranks]
-        wholes = [values[0].new_empty(matrix.numel) for matrix in mine]
+        route = self._route_of(params)
+        wholes = [values[0].new_empty(matrix.numel) for matrix in route.mine]
+        held = {rank: [values[index] for index in indices] for rank, indices in route.sends.items()}
         # Views of the wholes that are to be filled, and afterwards sent back, by the rank that has that slice.
-        places = [
-            [_part(whole, matrix.piece(rank)) for whole, matrix in zip(wholes, mine, strict=True)] for rank in ranks
-        ]
-        longest = max(
-            sum(matrix.piece(rank).numel for matrix, owner in zip(matrices, owners, strict=True) if owner == target)
-            for rank in ranks
-            for target in ranks
-        )
-        self._swap(held, places, longest)
-        done = function([whole.view(matrix.shape) for whole, matrix in zip(wholes, mine, strict=True)])
+        places = {rank: [_part(wholes[index], piece) for index, piece in parts] for rank, parts in route.takes.items()}
+        self._swap(held, places, values[0].new_empty(self._axis.size, route.longest))
+        done = function([whole.view(matrix.shape) for whole, matrix in zip(wholes, route.mine, strict=True)])
         for whole, result in zip(wholes, done, strict=True):
             whole.copy_(result.reshape(-1))
         found = [torch.empty_like(value) for value in values]
-        wanted = [[result for result, owner in zip(found, owners, strict=True) if owner == rank] for rank in ranks]
-        self._swap(places, wanted, longest)
+        wanted = {rank: [found[index] for index in indices] for rank, indices in route.sends.items()}
+        self._swap(places, wanted, values[0].new_empty(self._axis.size, route.longest))
         return found
 
-    def _swap(self, outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]], longest: int) -> None:
-        """Send ``outgoing[r]`` to each rank r, and fill ``incoming[r]`` with what it sends: flat tensors, in order."""
-        like = next(tensor for side in (*outgoing, *incoming) for tensor in side)
-        sent = like.new_zeros(self._axis.size, longest)
-        for row, tensors in zip(sent, outgoing, strict=True):
-            if tensors:
-                flat = torch.cat(tensors)
-                row[: flat.numel()].copy_(flat)
+    def _route_of(self, params: Sequence[torch.Tensor]) -> _Route:
+        key = tuple(map(id, params))
+        if key not in self._routes:
+            self._routes[key] = _route([self._matrices[id(param)] for param in params], self._axis)
+        return self._routes[key]
+
+    def _swap(
+        self,
+        outgoing: Mapping[int, Sequence[torch.Tensor]],
+        incoming: Mapping[int, Sequence[torch.Tensor]],
+        sent: torch.Tensor,
+    ) -> None:
+        """Send ``outgoing[r]`` to each rank r, and fill ``incoming[r]`` with what it sends: flat tensors, in order.
+
+        ``sent`` [ranks, elements] is room for the most that any rank sends to another.
+        """
+        for rank, tensors in outgoing.items():
+            torch.cat(list(tensors), out=sent[rank, : sum(tensor.numel() for tensor in tensors)])
         came = torch.empty_like(sent)
         all_to_all(came.view(-1), sent.view(-1), self._axis, purpose="matrices of the optimizer step").wait()
-        for row, tensors in zip(came, incoming, strict=True):
-            ends = accumulate(tensor.numel() for tensor in tensors)
+        for rank, tensors in incoming.items():
+            row, ends = came[rank], accumulate(tensor.numel() for tensor in tensors)
             for tensor, end in zip(tensors, ends, strict=True):
                 tensor.copy_(row[end - tensor.numel() : end])
 

@@ -271,7 +271,7 @@ class ShardedOptimizer:
 
     def _survey(self) -> float:
         """Agree with all ranks on what was used and what is unreduced; return the norm of the scaled gradients."""
-        sharded, device = self.sharded, self.sharded.axis.device
+        sharded, device = self.sharded, self.sharded.axis.control_device
         buckets, reducer = sharded.trainable_buckets, sharded.reducer
         flags = [float(flag) for flag in reducer.unsent()]
         flags += [float(used) for bucket in buckets for used in bucket.used]

@@ -33,10 +33,14 @@ class UseOrder:
         self._seen: Counter[int] = Counter()
         self._phase: Phase | None = None
         self._last: Use | None = None
+        self._latest: dict[int, Use] = {}  # of every unit, in the current pass
+        self._returned: set[Use] = set()  # those that another use of the same unit followed
         self.wrong = 0  # uses that differed from their prediction
 
     def restart(self) -> None:
         """A new pass begins: what came before has no successor in it."""
+        self._returned.difference_update(self._latest.values())
+        self._latest.clear()
         self._seen.clear()
         self._phase = None
         self._last = None
@@ -52,7 +56,14 @@ class UseOrder:
             expected = self._successor.get(self._last)
             self.wrong += expected is not None and expected != use
             self._successor[self._last] = use
-        self._last = use
+        if unit in self._latest:
+            self._returned.add(self._latest[unit])
+        self._last = self._latest[unit] = use
+
+    def expects_again(self, unit: int) -> bool:
+        """Whether ``unit``'s latest use is expected not to be its last in this pass."""
+        latest = self._latest.get(unit)
+        return latest is not None and latest in self._returned
 
     def upcoming(self) -> Iterator[int]:
         """Units whose use is expected after the current one, in order."""

@@ -29,7 +29,8 @@ class Ranks:
         reduce: the same ranks; reductions of gradients have it to themselves.
         replicas: the ranks that hold the same part as this one.
         everyone: all ranks that train the model on data of their own.
-        gather_nodes, reduce_nodes: nodes, for gathers and for reductions.
+        gather_nodes, reduce_nodes: nodes, for gathers and for reductions. All ranks are one node where the policy does
+            nothing by nodes: groups of ranks take time to make.
     """
 
     shard: Axis
@@ -53,13 +54,14 @@ class Ranks:
                 f"nodes of {size} ranks (node_ranks, or the size of the secondary partition) do not divide the "
                 f"{shard.size} ranks that share one copy of the model"
             )
+        gathers = policy.gather_in_two or policy.secondary_ranks > 1
         return cls(
             shard=shard,
             reduce=mesh.axis("shard", channel="reduce"),
             replicas=mesh.axis("data"),
             everyone=mesh.axis("data", "shard") if mesh.sizes["data"] > 1 else shard,
-            gather_nodes=_nodes(mesh, size, "main"),
-            reduce_nodes=_nodes(mesh, size, "reduce"),
+            gather_nodes=_nodes(mesh, size if gathers else shard.size, "main"),
+            reduce_nodes=_nodes(mesh, size if policy.reduce_rule else shard.size, "reduce"),
         )
 
     @property

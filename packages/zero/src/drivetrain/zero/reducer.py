@@ -97,7 +97,7 @@ class GradientReducer:
             lane.filled[slot_index] = True
         lane.arrived.add(slot_index)
         if lane.full and not lane.sent and reduces:
-            if lane_index not in self._observed:
+            if not self._agreed and lane_index not in self._observed:
                 self._observed.append(lane_index)
             if self._overlap:
                 self._send_in_turn(only_full=True)
@@ -221,7 +221,7 @@ class GradientReducer:
         if self._agreed:
             return
         rest = [index for index in self._order if index not in self._observed]
-        order = torch.tensor(self._observed + rest, dtype=torch.int64, device=self._ranks.shard.device)
+        order = torch.tensor(self._observed + rest, dtype=torch.int64, device=self._ranks.shard.control_device)
         broadcast(order, self._ranks.everyone, purpose="the order in which gradients are reduced").wait()
         self._order = order.tolist()
         self._agreed = True

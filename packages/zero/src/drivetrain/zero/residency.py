@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from drivetrain.zero.order import Phase, UseOrder
 from drivetrain.zero.policy import Policy
-from drivetrain.zero.unit import Unit
+from drivetrain.zero.unit import Presence, Unit
 
 
 class Residency:
@@ -18,14 +18,17 @@ class Residency:
     Args:
         units: every unit, at its own index.
         policy: budgets for prefetch and reuse.
+        presence: what ``units`` count in.
 
     Attributes:
         held: the end of a use releases nothing, until `release_all`. For graphs that no hook sees: backward's own.
     """
 
-    def __init__(self, units: Sequence[Unit], policy: Policy) -> None:
+    def __init__(self, units: Sequence[Unit], policy: Policy, presence: Presence) -> None:
         self._units = units
         self._policy = policy
+        self._presence = presence
+        self._total = sum(unit.numel for unit in units if not unit.resident)
         self.order = UseOrder()
         self.held = False
 
@@ -42,6 +45,8 @@ class Residency:
         unit.finish_gather()
 
     def _prefetch(self, current: Unit, phase: Phase) -> None:
+        if self._presence.live + self._presence.coming >= self._total:
+            return
         budget = self._policy.prefetch_numel
         ahead = 0
         for index in self.order.upcoming():
@@ -65,8 +70,10 @@ class Residency:
         if limit < 0:
             return False
         most = self._policy.max_live_numel
-        if most is not None and self.live_numel > most:
+        if most is not None and self._presence.live > most:
             return False
+        if limit >= self._total:
+            return self.order.expects_again(unit.index)
         between = 0
         for index in self.order.upcoming():
             if index == unit.index:
@@ -82,8 +89,3 @@ class Residency:
         self.held = False
         for unit in self._units:
             unit.release()
-
-    @property
-    def live_numel(self) -> int:
-        """Elements of releasable units that are whole now."""
-        return sum(unit.numel for unit in self._units if unit.live and not unit.resident)

@@ -28,10 +28,24 @@ class Call:
         self.last_pass = 0
 
 
+class Presence:
+    """How much is here at this moment of what can be released, in elements. One for all units of a module.
+
+    Attributes:
+        live: whole and readable.
+        coming: under way.
+    """
+
+    def __init__(self) -> None:
+        self.live = 0
+        self.coming = 0
+
+
 class Unit:
     """Buckets of one block (or of the root), with the modules whose forward needs them.
 
     Attributes:
+        numel: elements that gathering this unit brings in.
         live: the parameters are whole and readable.
         call: the forward call that was begun last.
         open_calls: calls that the current backward pass has entered by an output and not left by all inputs.
@@ -47,12 +61,15 @@ class Unit:
         modules: Sequence[nn.Module],
         buckets: Sequence[Bucket],
         exchange: ParameterExchange,
+        presence: Presence,
     ) -> None:
         self.index = index
         self.name = name
         self.modules = tuple(modules)
         self.buckets = tuple(buckets)
         self._exchange = exchange
+        self._presence = presence
+        self.numel = sum(b.numel for b in buckets)
         self.resident = all(b.resident for b in buckets)
         self.live = self.resident
         self.call = Call()
@@ -61,11 +78,6 @@ class Unit:
         self.missing = 0
         self.pins = 0
         self._handles: list[Waitable] | None = None
-
-    @property
-    def numel(self) -> int:
-        """Elements that gathering this unit brings in."""
-        return sum(b.numel for b in self.buckets)
 
     @property
     def in_flight(self) -> bool:
@@ -90,17 +102,20 @@ class Unit:
             self.release()
         if not self.live and self._handles is None:
             self._handles = [self._exchange.start(bucket, exact=exact, during=during) for bucket in self.buckets]
+            self._presence.coming += self.numel
 
     def finish_gather(self) -> None:
         """Block until the parameters are here, and make them readable."""
         if self._handles is None:
             return
         handles, self._handles = self._handles, None
+        self._presence.coming -= self.numel
         for handle in handles:
             handle.wait()
         for bucket in self.buckets:
             bucket.attach()
         self.live = True
+        self._presence.live += self.numel
 
     def release(self) -> None:
         """Let the parameters go (a gather under way is completed first: its buffer is in use)."""
@@ -111,3 +126,4 @@ class Unit:
             for bucket in self.buckets:
                 bucket.release()
             self.live = self.unseen = False
+            self._presence.live -= self.numel

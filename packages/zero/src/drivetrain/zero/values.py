@@ -120,13 +120,15 @@ def find_values(
 ) -> ParameterValues:
     """Match ``module`` with ``source``; afterwards nothing of it is on the meta device. Collective.
 
+    Where the ranks themselves are on the meta device, nothing needs a value.
+
     Buffers are read here and absent ones initialised; parameters are read when buckets ask for them. The same parameter
     objects are used on, as they become real.
 
     Raises:
         ValueError: the two do not fit, or ``initialize`` leaves something without a value.
     """
-    match = _match(module, source)
+    match = _match(module, source, needs_values=ranks.shard.device.type != "meta")
     _agree_to(_problem(module, match, source, initialize), ranks)
     for named in named_parameters(module):
         if id(named.parameter) in match.parameters and named.parameter.is_meta:
@@ -143,7 +145,7 @@ def find_values(
     return values
 
 
-def _match(module: nn.Module, source: TensorSource | None) -> _Match:
+def _match(module: nn.Module, source: TensorSource | None, *, needs_values: bool) -> _Match:
     match = _Match()
     unused = dict.fromkeys(() if source is None else source.names())
     for named in named_parameters(module):
@@ -151,7 +153,7 @@ def _match(module: nn.Module, source: TensorSource | None) -> _Match:
         if source is not None and name is not None:
             match.parameters[id(named.parameter)] = name
             match.misshapen += _misshapen(name, source, named.parameter)
-        elif named.parameter.is_meta:
+        elif named.parameter.is_meta and needs_values:
             match.absent[id(named.parameter)] = named.name
         elif source is not None:
             match.kept.append(named.name)
@@ -161,7 +163,7 @@ def _match(module: nn.Module, source: TensorSource | None) -> _Match:
         if source is not None and buffer.persistent and buffer.name in unused:
             match.buffers.append(buffer)
             match.misshapen += _misshapen(buffer.name, source, buffer.tensor)
-        elif buffer.tensor.is_meta:
+        elif buffer.tensor.is_meta and needs_values:
             match.absent[id(buffer.tensor)] = buffer.name
         elif source is not None and buffer.persistent:
             match.kept.append(buffer.name)

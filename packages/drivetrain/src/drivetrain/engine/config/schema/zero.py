@@ -379,7 +379,7 @@ class ZeroOptimization(Section):
         Key(
             "Use a linear layer that does not save its gathered weight.",
             NO_EFFECT,
-            differs=_INTERNAL + " No gathered weight outlives its use.",
+            differs=_INTERNAL + " No gathered weight, nor its copy under autocast, outlives its use.",
         ),
     ] = True
     pipeline_loading_checkpoint: Annotated[
