@@ -98,7 +98,7 @@ class ShardedModule:
         self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
         self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.closes_step = True
-        self.hooks = Hooks(module, units, residency, reducer, self._reduces, lambda: self.closes_step)
+        self.hooks = Hooks(module, units, residency, reducer, self.reduces, lambda: self.closes_step)
         self.guard = Guard(module, units, ranks.shard.world.rank)
 
     @property
@@ -106,7 +106,8 @@ class ShardedModule:
         """The ranks that it is sharded over."""
         return self.ranks.shard
 
-    def _reduces(self) -> bool:
+    def reduces(self) -> bool:
+        """Whether the next backward pass reduces gradients, or only adds them up."""
         return self.policy.reduces_every_micro_batch or self.closes_step
 
     @contextmanager
@@ -167,6 +168,7 @@ class ShardedModule:
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """A copy of every parameter, whole, in the dtype it computes in; one unit is gathered at a time. Collective."""
+        self.residency.release_others()
         for unit in self.units:
             was_live = unit.live
             unit.start_gather(exact=True, during="full_parameters")

@@ -173,6 +173,7 @@ class Hooks:
         self._reduces = reduces
         self._closes = closes
         self._handles: list[RemovableHandle] = []
+        self._unit_handles: list[RemovableHandle] = []
         self._accumulators: list[Node] = []  # autograd forgets one that nobody holds, and its hooks with it
         self.backward = BackwardPass(self._begin_backward, self._end_backward, self._abandon_backward)
         self._install()
@@ -181,10 +182,9 @@ class Hooks:
         add = self._handles.append
         add(self._root.register_forward_pre_hook(self._before_root, prepend=True))
         add(self._root.register_forward_hook(self._after_root))
+        self.resume()
         lane = 0
         for unit in self._units:
-            if not unit.resident:
-                self._install_unit(unit)
             for bucket in unit.buckets:
                 if bucket.trainable:
                     for index, slot in enumerate(bucket.slots):
@@ -193,8 +193,26 @@ class Hooks:
                         add(node.register_prehook(self._taker(unit, lane, index)))
                     lane += 1
 
+    def suspend(self) -> None:
+        """Leave it to others to bring parameters in. Gradients and the ends of passes are seen to as before."""
+        for handle in self._unit_handles:
+            handle.remove()
+        self._unit_handles.clear()
+
+    def resume(self) -> None:
+        """Bring parameters in around the calls of modules."""
+        for unit in self._units:
+            if not unit.resident:
+                self._install_unit(unit)
+
+    def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the hooks that `resume` put back would have done, had they been there when this call began."""
+        for unit in self._units:
+            if self._root in unit.modules and not unit.resident:
+                self._unit_entrance(unit)(self._root, args, kwargs)
+
     def _install_unit(self, unit: Unit) -> None:
-        add = self._handles.append
+        add = self._unit_handles.append
         own = {id(slot.parameter) for bucket in unit.buckets for slot in bucket.slots}
         for module in unit.modules:
             add(module.register_forward_pre_hook(untraced(self._unit_entrance(unit)), prepend=True, with_kwargs=True))
@@ -206,6 +224,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Take every hook out again."""
+        self.suspend()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
