@@ -10,6 +10,7 @@ sends anything is the same decision everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -20,6 +21,27 @@ from drivetrain.zero.fetch import ParameterExchange
 from drivetrain.zero.unit import Unit
 
 
+@dataclass(frozen=True, kw_only=True)
+class Synchronous:
+    """Where to wait, so that a fault shows where it is made.
+
+    Attributes:
+        before_gather, before_reduction: for the device, before a gather starts or a gradient is handed on.
+        after_gather, after_reduction: for the communication itself.
+    """
+
+    before_gather: bool = False
+    after_gather: bool = False
+    before_reduction: bool = False
+    after_reduction: bool = False
+
+
+def wait_for(device: torch.device) -> None:
+    """Block until ``device`` has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 class Gathers:
     """The state of all buckets, by their number, as far as compiled graphs use them.
 
@@ -28,10 +50,10 @@ class Gathers:
         live_bytes, peak_bytes: what is whole or on its way now, and the most that was.
         seconds: while ``timed``, how long the fastest gather of each took.
         timed: every gather is waited for where it starts, and measured.
-        synchronous: every gather is waited for where it starts.
+        synchronous: where to wait besides.
     """
 
-    def __init__(self, units: tuple[Unit, ...], exchange: ParameterExchange, *, synchronous: bool = False) -> None:
+    def __init__(self, units: tuple[Unit, ...], exchange: ParameterExchange, synchronous: Synchronous) -> None:
         self._buckets: list[Bucket] = [bucket for unit in units for bucket in unit.buckets]
         self._units = [unit for unit in units for _ in unit.buckets]
         self._exchange = exchange
@@ -56,14 +78,17 @@ class Gathers:
         """Send for a bucket, unless it is here or on its way."""
         if group in self._whole or group in self._pending or self._units[group].live:
             return
-        began = perf_counter()
         bucket = self._buckets[group]
+        if self.synchronous.before_gather:
+            wait_for(bucket.full.device)
+        began = perf_counter()
         self._pending[group] = self._exchange.start(bucket)
         self.live_bytes += bucket.numel * bucket.full.element_size()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if self.timed or self.synchronous:
+        if self.timed or self.synchronous.after_gather:
             self._arrive(group)
         if self.timed:
+            wait_for(bucket.full.device)
             seconds = perf_counter() - began
             self.seconds[group] = min(seconds, self.seconds.get(group, seconds))
 
@@ -106,6 +131,22 @@ class Gathers:
             self._arrive(group)
         for group in list(self._whole):
             self._drop(group)
+
+
+class ForwardGathers:
+    """What nodes of forward graphs do."""
+
+    def __init__(self, gathers: Gathers) -> None:
+        self.start = gathers.start
+        self.wait = gathers.wait
+        self.release = gathers.release
+        self.keep = gathers.keep
+
+    def begin(self) -> None:
+        """Nothing: that is for backward."""
+
+    def take(self, group: int, slot: int, gradient: torch.Tensor) -> None:
+        """Not called: forward makes no gradients."""
 
 
 class BackwardGathers:

@@ -29,10 +29,10 @@ class UnsupportedGraphError(RuntimeError):
 def unsupported() -> str | None:
     """Why this torch cannot do it, or None if it can."""
     try:
-        _aot()
+        aot = _aot()
     except (ImportError, AttributeError) as error:
-        return f"torch {torch.__version__} lacks what the compiled mode stands on ({error})"
-    return None
+        return f"torch {torch.__version__} lacks what compiling stands on ({error})"
+    return "torch.compile is switched off (TORCH_COMPILE_DISABLE)" if aot.switched_off else None
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,11 @@ class _Aot:
     tracing_context: Any
     errors: tuple[type[Exception], ...]
     alias_kinds: frozenset[Any]
+    switched_off: bool
 
 
 def _aot() -> _Aot:
+    from torch._dynamo import config as dynamo_config
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._functorch import config
     from torch._functorch._aot_autograd.schemas import OutputType
@@ -65,6 +67,7 @@ def _aot() -> _Aot:
         tracing_context=TracingContext,
         errors=(TorchDynamoException, FailOnRecompileLimitHit),
         alias_kinds=frozenset((OutputType.alias_of_input, OutputType.is_input)),
+        switched_off=dynamo_config.disable,
     )
 
 
@@ -100,7 +103,6 @@ def lower(
     *,
     forward: Compiler,
     backward: Compiler,
-    inference: Compiler,
     decompositions: dict[Any, Any] | None = None,
 ) -> Function:
     """Turn a captured graph into a forward and a backward graph of aten operations, and compile these.
@@ -110,8 +112,7 @@ def lower(
         inputs: its example inputs.
         parameters: indices of inputs that are placeholders of parameters now. They are traced as what they will be when
             the graph reads them: whole and contiguous.
-        forward, backward, inference: compile a graph; the function that they return takes its inputs in a list and may
-            empty it.
+        forward, backward: compile a graph; the function that they return takes its inputs in a list and may empty it.
         decompositions: for operations that are to be traced as others.
 
     Raises:
@@ -133,7 +134,7 @@ def lower(
             traced,
             fw_compiler=_boxed_compiler(forward),
             bw_compiler=_boxed_compiler(backward),
-            inference_compiler=_boxed_compiler(inference),
+            inference_compiler=_boxed_compiler(forward),
             partition_fn=_partition,
             decompositions=decompositions,
         )
@@ -166,18 +167,34 @@ def _check_access(metadata: Any, parameters: frozenset[int], aot: _Aot) -> None:
             )
 
 
+def inductor_decompositions() -> dict[Any, Any]:
+    """The operations that inductor wants traced as others."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table: dict[Any, Any] = select_decomp_table()
+    return table
+
+
+def compile_with_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
+    """A graph of aten operations, compiled; it takes its inputs in a list."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    compiled: Function = compile_fx_inner(module, list(inputs))
+    return compiled
+
+
 # views ----------------------------------------------------------------------------------------------------------------
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether the result of ``node`` may share memory with its inputs."""
     if node.op != "call_function":
-        return node.op == "call_module"
+        return False
     target = node.target
     if target is operator.getitem:
         return True
     if not isinstance(target, torch._ops.OpOverload):
-        return isinstance(target, torch._ops.HigherOrderOperator)
+        return isinstance(target, torch._ops.HigherOrderOperator)  # who knows
     if target is torch.ops.aten._unsafe_view.default:  # says that it is none, for autograd's sake
         return True
     return any(result.alias_info is not None for result in target._schema.returns)

@@ -20,7 +20,7 @@ class Run:
     """One graph, and what memory there is.
 
     Attributes:
-        schedule: nothing is kept in it.
+        schedule: when buckets come and go, but for those that are kept.
         budget: for each node, the most bytes of buckets while it runs.
         backward: it is a backward graph.
         accumulates: the step has more micro-batches, so that what is kept stays from one to the next.
@@ -32,9 +32,9 @@ class Run:
     accumulates: bool
 
 
-def keep(schedule: Schedule, kept: Collection[int], nodes: int) -> Schedule:
-    """``schedule``, of a graph of so many nodes, with buckets that are not let go."""
-    return tuple(replace(f, last=nodes - 1, stays=True) if f.group in kept else f for f in schedule)
+def keep(schedule: Schedule, kept: Collection[int]) -> Schedule:
+    """``schedule`` with buckets that are not let go."""
+    return tuple(replace(fetch, stays=True) if fetch.group in kept else fetch for fetch in schedule)
 
 
 def occupancy(run: Run, sizes: Mapping[int, int], kept: Collection[int]) -> list[int]:

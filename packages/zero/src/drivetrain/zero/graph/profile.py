@@ -8,7 +8,7 @@ last use, inputs of backward (the activations that it was handed) included.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -110,8 +110,3 @@ class ProfilingRun(fx.Interpreter):
     @property
     def profile(self) -> Profile:
         return Profile(seconds=tuple(self._seconds), live_bytes=tuple(self._bytes))
-
-
-def no_profile(operations: Sequence[object]) -> Profile:
-    """Nothing is known: everything takes no time and no memory."""
-    return Profile(seconds=(0.0,) * len(operations), live_bytes=(0,) * len(operations))

@@ -25,20 +25,20 @@ class Line:
     Attributes:
         inputs: indices of earlier lines.
         is_view: the result may share memory with the inputs.
-        own: for a placeholder, the group that it is a parameter of.
+        shares: the groups that the result shares memory with, where that is known: those of a parameter's placeholder.
     """
 
     inputs: tuple[int, ...] = ()
     is_view: bool = False
-    own: int | None = None
+    shares: Groups | None = None
 
 
 def shared_memory(lines: Sequence[Line]) -> list[Groups]:
     """For each line, the groups that its result may share memory with."""
     parts: list[Groups] = []
     for line in lines:
-        if line.own is not None:
-            parts.append(frozenset((line.own,)))
+        if line.shares is not None:
+            parts.append(line.shares)
         elif line.is_view:
             parts.append(NOTHING.union(*(parts[i] for i in line.inputs)))
         else:

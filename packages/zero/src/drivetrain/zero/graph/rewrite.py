@@ -56,6 +56,7 @@ class ReadGraph:
         module: the graph.
         fetched: the parameters that are not simply there, by the name of their placeholder.
         gradients: for a backward graph, the parameter whose gradient each result is, or None.
+        shares: the buckets that values share memory with, by name, where the graph alone does not tell.
 
     Attributes:
         operations: its nodes but for inputs and results.
@@ -66,33 +67,43 @@ class ReadGraph:
     """
 
     def __init__(
-        self, module: fx.GraphModule, fetched: Mapping[str, Place], gradients: Sequence[Place | None] | None = None
+        self,
+        module: fx.GraphModule,
+        fetched: Mapping[str, Place],
+        gradients: Sequence[Place | None] | None = None,
+        shares: Mapping[str, Groups] | None = None,
     ) -> None:
         self.module = module
         self.backward = gradients is not None
+        self._places = fetched
         nodes = list(module.graph.nodes)
         index = {node: i for i, node in enumerate(nodes)}
-        lines = [_line(node, index, fetched) for node in nodes]
+        lines = [_line(node, index, fetched, shares or {}) for node in nodes]
         self.operations = [node for node in nodes if node.op not in ("placeholder", "output")]
         self._fetched = {node: fetched[node.name] for node in nodes if node.op == "placeholder" and node.name in fetched}
         everything = reads(lines)
         self.reads: list[Groups] = [everything[index[node]] for node in self.operations]
-        self._results: list[object] = _results(nodes[-1])
-        targets = gradients or [None] * len(self._results)
-        if len(targets) != len(self._results):
-            raise UnsupportedGraphError(f"backward has {len(self._results)} results for {len(targets)} inputs")
+        self._shares = dict(zip(nodes, shared_memory(lines), strict=True))
+        self.all_results: list[object] = _results(nodes[-1])
+        self._targets = gradients or [None] * len(self.all_results)
         self._takes: dict[fx.Node, list[Place]] = {}
-        parts = shared_memory(lines)
-        for result, target in zip(self._results, targets, strict=True):
-            if not isinstance(result, fx.Node):
-                continue
-            if target is not None:
+        self._check()
+        for result, target in zip(self.all_results, self._targets, strict=True):
+            if isinstance(result, fx.Node) and target is not None:
                 self._takes.setdefault(result, []).append(target)
-            elif parts[index[result]] and result not in self._fetched:
-                raise UnsupportedGraphError(f"a result ({result.name}) is a view of a parameter that is split over ranks")
-        self._targets = targets
+
+    def _check(self) -> None:
         if not self.operations:
-            raise UnsupportedGraphError("there is nothing to compute in it")
+            raise UnsupportedGraphError("there is nothing to compute in the forward pass")
+        if len(self._targets) != len(self.all_results):
+            raise UnsupportedGraphError(f"backward has {len(self.all_results)} results for {len(self._targets)} inputs")
+        for result, target in zip(self.all_results, self._targets, strict=True):
+            if isinstance(result, fx.Node) and target is None and result not in self._fetched and self._shares[result]:
+                raise UnsupportedGraphError(f"a result ({result.name}) is a view of a parameter that is split over ranks")
+
+    def like(self, module: fx.GraphModule, shares: Mapping[str, Groups]) -> ReadGraph:
+        """``module``, of the same inputs and results, read in the same way."""
+        return ReadGraph(module, self._places, self._targets if self.backward else None, shares)
 
     def write(self, schedule: Schedule, actions: Actions) -> tuple[fx.GraphModule, dict[str, int]]:
         """A copy of the graph with ``schedule`` in it, and the index of each operation by its name in the copy."""
@@ -105,17 +116,33 @@ class ReadGraph:
     @property
     def results(self) -> list[object]:
         """What it returns, with None in place of the gradients that are taken."""
-        pairs = zip(self._results, self._targets, strict=True)
+        pairs = zip(self.all_results, self._targets, strict=True)
         return [result if target is None else None for result, target in pairs]
 
     def takes(self, node: fx.Node) -> Sequence[Place]:
         """The parameters whose gradient ``node`` is."""
         return self._takes.get(node, ())
 
+    def shares(self, node: fx.Node) -> Groups:
+        """The buckets whose memory ``node`` may be a part of."""
+        return self._shares[node]
 
-def _line(node: fx.Node, index: Mapping[fx.Node, int], fetched: Mapping[str, Place]) -> Line:
+    def made_at(self) -> dict[int, list[int]]:
+        """For each bucket, the positions at which gradients of it are made."""
+        found: dict[int, list[int]] = {}
+        for position, node in enumerate(self.operations):
+            for place in self.takes(node):
+                found.setdefault(place.group, []).append(position)
+        return found
+
+
+def _line(
+    node: fx.Node, index: Mapping[fx.Node, int], fetched: Mapping[str, Place], shares: Mapping[str, Groups]
+) -> Line:
     if node.op == "placeholder":
-        return Line(own=fetched[node.name].group if node.name in fetched else None)
+        return Line(shares=frozenset((fetched[node.name].group,)) if node.name in fetched else None)
+    if node.name in shares:
+        return Line(inputs=tuple(index[source] for source in node.all_input_nodes), shares=shares[node.name])
     return Line(inputs=tuple(index[source] for source in node.all_input_nodes), is_view=is_view(node))
 
 

@@ -29,7 +29,7 @@ class Fetch:
         start: it is sent for before this node.
         first: it is waited for before this node.
         last: it is let go after this node.
-        stays: it is not let go at all: somebody keeps it after the run.
+        stays: it is not let go after all, but kept for the rest of the step.
     """
 
     group: int
