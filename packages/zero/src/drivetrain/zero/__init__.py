@@ -6,7 +6,9 @@ from drivetrain.zero.access import ParameterAccess, Quantity
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
 from drivetrain.zero.build import Init, whole
 from drivetrain.zero.codec import INT4_GRADIENTS, INT8_WEIGHTS
+from drivetrain.zero.compiled import CompileOptions, CompileReport, CompiledModule, compile_sharded
 from drivetrain.zero.gathering import gathered
+from drivetrain.zero.gathers import Synchronous
 from drivetrain.zero.leaf import LeafRule
 from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, StepResult
 from drivetrain.zero.policy import ErrorFeedback, Policy
@@ -19,6 +21,9 @@ __all__ = [
     "AUTOCAST_CLASSES",
     "INT4_GRADIENTS",
     "INT8_WEIGHTS",
+    "CompileOptions",
+    "CompileReport",
+    "CompiledModule",
     "ErrorFeedback",
     "FlatSlice",
     "Init",
@@ -33,8 +38,10 @@ __all__ = [
     "ShardedModule",
     "ShardedOptimizer",
     "StepResult",
+    "Synchronous",
     "TensorSource",
     "WireRule",
+    "compile_sharded",
     "gathered",
     "shard",
     "whole",

@@ -39,6 +39,7 @@ from drivetrain.zero.graph.planner import UNBOUNDED, Memory, Task, plan
 from drivetrain.zero.graph.program import Program
 from drivetrain.zero.graph.rewrite import Place, ReadGraph
 from drivetrain.zero.graph.schedule import spans
+from drivetrain.zero.hooks import tensors_in
 from drivetrain.zero.plans import GiveUpError, Orders, Plan, Plans
 
 log = logging.getLogger("drivetrain.zero")
@@ -193,6 +194,12 @@ class CompiledModule:
         trained = [number for number, bucket in enumerate(sharded.buckets) if bucket.trainable]
         self._lanes = {number: lane for lane, number in enumerate(trained)}
         self._storages = frozenset(bucket.full.untyped_storage()._cdata for bucket in sharded.buckets)
+        self._placeholders = frozenset(
+            storage_of(slot.placeholder)
+            for bucket in sharded.buckets
+            for slot in bucket.slots
+            if not bucket.resident and slot.numel
+        )
         self._plans = Plans(sharded.ranks.everyone)
         self._variants: list[_Variant] = []
         self._last: tuple[_Variant, Plan] | None = None
@@ -302,7 +309,20 @@ class CompiledModule:
             self._plans.give_up(internals.reason_of(error))
         if not self._agreed:  # it ran, then, on placeholders, and nobody asked us
             self._plans.give_up("torch.compile captured no graph")
+        self._check_result(result)
         return result
+
+    def _check_result(self, result: object) -> None:
+        """Refuse parameters, or views of them, among what the forward pass returns: they are placeholders."""
+        found = next((t for t in tensors_in(result) if storage_of(t) in self._placeholders), None)
+        complaint = None if found is None else "the forward pass returns a parameter that is split over ranks, or a view"
+        if self._last is not None and self._last[1].calls == 1:
+            self._plans.confirm(complaint)
+        elif complaint is not None:
+            raise RuntimeError(
+                f"rank {self._sharded.axis.world.rank}: {complaint} of it ({tuple(found.shape)}), for the first time in "
+                "this kind of pass; return a copy, or train without compiling"
+            )
 
     def _capture(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend of torch.compile."""
@@ -426,6 +446,11 @@ class CompiledModule:
             planned_bytes=max((program.peak_bytes for program in everything), default=0),
             peak_bytes=self._gathers.peak_bytes,
         )
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Where the memory of ``tensor`` begins; 0 for a kind of tensor that has none."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (torch.Tensor, torch.nn.Parameter) else 0
 
 
 def _free_bytes(device: torch.device) -> int:

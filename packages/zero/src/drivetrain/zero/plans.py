@@ -27,7 +27,7 @@ Orders = tuple[Sequence[int], Sequence[int]]
 
 
 class GiveUpError(Exception):
-    """All ranks go on without compiled graphs; none has run any part of this forward pass. The text says why."""
+    """All ranks go on without compiled graphs, and none uses what came of this forward pass. The text says why."""
 
 
 @dataclass(kw_only=True)
@@ -70,6 +70,12 @@ class Plans:
         """In place of `common`, on a rank that has no graph."""
         self._handshake(_NO_GRAPH)
         self._exchange_reasons(reason)
+
+    def confirm(self, complaint: str | None) -> None:
+        """After a first pass: whether all ranks are content with what came out of it."""
+        largest, _ = self._handshake(0 if complaint is None else _NO_GRAPH)
+        if largest == _NO_GRAPH:
+            self._exchange_reasons(complaint)
 
     def known(self) -> Sequence[Plan]:
         """All plans so far. Not collective."""

@@ -11,8 +11,10 @@ the inputs, takes fake tensors in their place, and names a value the same in the
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,12 +78,18 @@ def compile_errors() -> tuple[type[Exception], ...]:
     return _aot().errors
 
 
-def reason_of(error: BaseException) -> str:
-    """The first lines of what the compiler says, without its advice to developers."""
-    cause = error.__cause__ if isinstance(error.__cause__, UnsupportedGraphError) else error
-    inner = getattr(cause, "inner_exception", cause)
-    lines = [line.strip() for line in str(inner).strip().splitlines() if line.strip()]
-    return f"{' '.join(lines[:2])[:300]}" if lines else type(inner).__name__
+def reason_of(error: Exception) -> str:
+    """What the compiler complains of and where, without its advice to developers."""
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return (
+            "torch.compile has made as many versions for different inputs as it is allowed to "
+            "(torch._dynamo.config.recompile_limit); pad inputs to fewer shapes, or compile with dynamic=True"
+        )
+    inner = getattr(error, "inner_exception", error)
+    lines = [line.strip().removeprefix("Explanation: ") for line in str(inner).splitlines() if line.strip()]
+    told = " ".join(lines[:2])[:300] if lines else type(inner).__name__
+    places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', str(error).rpartition("from user code")[2])
+    return f"{told} (in {places[-1][2]}, {Path(places[-1][0]).name}:{places[-1][1]})" if places else told
 
 
 def compile_whole(function: Function, backend: Function, *, dynamic: bool | None) -> Function:
@@ -139,6 +147,9 @@ def lower(
             decompositions=decompositions,
         )
     _check_access(context.fw_metadata, frozenset(parameters), aot)
+    # At run time the setting is torch's default again, which takes None for "some are donated" and refuses to keep a
+    # graph for a second backward pass.
+    context.fw_metadata.bw_donated_idxs = []
     return lowered
 
 
