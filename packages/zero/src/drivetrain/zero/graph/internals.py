@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,8 +87,11 @@ def reason_of(error: Exception) -> str:
             "(torch._dynamo.config.recompile_limit); pad inputs to fewer shapes, or compile with dynamic=True"
         )
     inner = getattr(error, "inner_exception", error)
+    if not str(inner).strip():
+        frames = traceback.extract_tb(inner.__traceback__)
+        return f"{type(inner).__name__} in {frames[-1].name}" if frames else type(inner).__name__
     lines = [line.strip().removeprefix("Explanation: ") for line in str(inner).splitlines() if line.strip()]
-    told = " ".join(lines[:2])[:300] if lines else type(inner).__name__
+    told = " ".join(lines[:2])[:300]
     places = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', str(error).rpartition("from user code")[2])
     return f"{told} (in {places[-1][2]}, {Path(places[-1][0]).name}:{places[-1][1]})" if places else told
 
@@ -188,9 +192,19 @@ def inductor_decompositions() -> dict[Any, Any]:
 
 def compile_with_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """A graph of aten operations, compiled; it takes its inputs in a list."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    compiled: Function = compile_fx_inner(module, list(inputs))
+    # The next piece takes results as they were traced, so no other strides may be chosen for them.
+    output = next(iter(module.graph.find_nodes(op="output")))
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    context = _aot().tracing_context.get()
+    reported, context.output_strides = context.output_strides, None
+    try:
+        with config.patch(layout_optimization=False, keep_output_stride=True):
+            compiled: Function = compile_fx_inner(module, list(inputs))
+    finally:
+        context.output_strides = reported
     return compiled
 
 
