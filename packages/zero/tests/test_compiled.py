@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from drivetrain_testkit.models import MLP, DecoderBlock, WithBatchNorm
 
 WIDTH, VOCABULARY, BATCH = 8, 13, 2
 EAGER = CompileOptions(backend="eager", measured_calls=1)
+PIECES = CompileOptions(backend="inductor", measured_calls=1)  # with something else in inductor's place
 
 
 class Language(nn.Module):
@@ -75,9 +77,9 @@ class HandsOut(nn.Module):
         return self.linear(x), self.linear.weight.T
 
 
-def tokens(step: int, micro: int, rank: int, length: int = 6) -> torch.Tensor:
+def tokens(step: int, micro: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    return torch.randint(VOCABULARY, (BATCH, length), generator=generator)
+    return torch.randint(VOCABULARY, (BATCH, 6), generator=generator)
 
 
 def floats(step: int, micro: int, rank: int, batch: int = BATCH) -> torch.Tensor:
@@ -117,8 +119,8 @@ class Run:
         assert self.sharded.bytes().gathered == 0
         assert self.sharded.bytes().gradients == 0
 
-    def language_step(self, step: int, *, micros: int = 1, length: int = 6) -> None:
-        batches = [tokens(step, micro, self.rank, length) for micro in range(micros)]
+    def language_step(self, step: int, *, micros: int = 1) -> None:
+        batches = [tokens(step, micro, self.rank) for micro in range(micros)]
         self.step(*(lambda t=t: next_token_loss(self.model, t) for t in batches))
 
     def float_step(self, step: int, *, micros: int = 1, batch: int = BATCH) -> None:
@@ -161,16 +163,22 @@ def perform(
 
 
 def accumulating_language(run: Run) -> float:
-    """Micro-batches, an evaluation in between, and then other lengths, not the same on both ranks."""
+    """Micro-batches, and an evaluation in between."""
     for step in range(3):
         run.language_step(step, micros=2)
     run.model.eval()
     with torch.no_grad():
         evaluated = next_token_loss(run.model, tokens(9, 9, run.rank)).item()
     run.model.train()
-    for step in range(3, 6):
-        run.language_step(step, micros=2, length=6 + step % 2 * (1 + run.rank))
+    run.language_step(3, micros=2)
     return evaluated
+
+
+def varying_lengths(run: Run) -> None:
+    """Sequences whose length changes at different times on the two ranks, so that one compiles and the other does not."""
+    for step, lengths in enumerate(((5, 5), (5, 5), (5, 7), (6, 7), (5, 3), (8, 5))):
+        x = floats(step, 0, run.rank, BATCH * lengths[run.rank]).view(BATCH, -1, WIDTH)
+        run.step(lambda x=x: square_loss(run.model, x))
 
 
 def plain_language(run: Run) -> None:
@@ -208,12 +216,14 @@ def recomputing(run: Run) -> None:
     plain_floats(run)
 
 
+SPLIT = Policy(stage=3, persistence_numel=0)
 SCENES: dict[str, tuple[Callable[[], nn.Module], Scene, Policy, CompileOptions]] = {
     "language": (Language, accumulating_language, Policy(stage=3, persistence_numel=10), EAGER),
+    "lengths": (lambda: MLP(WIDTH, 2), varying_lengths, SPLIT, EAGER),
     "frozen": (
         lambda: Language(frozen=True),
         plain_language,
-        Policy(stage=3, persistence_numel=0, bucket_numel=200),
+        Policy(stage=3, persistence_numel=0, bucket_numel=200, root_apart=True),
         CompileOptions(backend="eager", measured_calls=1, budget_bytes=2100),
     ),
     "bf16": (
@@ -222,8 +232,9 @@ SCENES: dict[str, tuple[Callable[[], nn.Module], Scene, Policy, CompileOptions]]
         Policy(stage=3, persistence_numel=0, param_dtype=torch.bfloat16),
         EAGER,
     ),
-    "unusual": (Steered, unusual_passes, Policy(stage=3, persistence_numel=0), EAGER),
-    "recomputing": (Steered, recomputing, Policy(stage=3, persistence_numel=0), EAGER),
+    "unusual": (Steered, unusual_passes, SPLIT, EAGER),
+    "recomputing": (Steered, recomputing, SPLIT, EAGER),
+    "in pieces": (lambda: MLP(WIDTH, 2), plain_floats, Policy(stage=3, persistence_numel=10), PIECES),
     "stage 1": (lambda: WithBatchNorm(WIDTH), plain_floats, Policy(stage=1), EAGER),
 }
 
@@ -234,13 +245,17 @@ ROUNDED = frozenset({"unusual"})
 
 def both(rank: int, world_size: int) -> dict[str, tuple[Result, Result]]:
     mesh = Mesh.create(init())
-    return {
-        name: (
-            perform(mesh, rank, build, scene, policy, None),
-            perform(mesh, rank, build, scene, policy, options),
-        )
-        for name, (build, scene, policy, options) in SCENES.items()
-    }
+    with (
+        mock.patch.object(internals, "compile_with_inductor", lambda module, inputs: internals.boxed(module)),
+        mock.patch.object(internals, "inductor_decompositions", dict),
+    ):
+        return {
+            name: (
+                perform(mesh, rank, build, scene, policy, None),
+                perform(mesh, rank, build, scene, policy, options),
+            )
+            for name, (build, scene, policy, options) in SCENES.items()
+        }
 
 
 def test_compiled_training_gives_the_bits_of_hooks() -> None:
@@ -253,12 +268,14 @@ def test_compiled_training_gives_the_bits_of_hooks() -> None:
             assert report.peak_bytes <= report.planned_bytes, name
             assert_same(hooks, compiled, name, exact=name not in ROUNDED)
     reports = {name: compiled.report for name, (_, compiled) in ranks[0].items()}
-    language, frozen = reports["language"], reports["frozen"]
+    language, lengths, frozen = reports["language"], reports["lengths"], reports["frozen"]
     assert language is not None
-    assert language.graphs == 3  # training, evaluation, training with a length that varies
+    assert language.graphs == 2  # training and evaluation
     assert language.kept == ("tokens.weight", "blocks.0.qkv.weight", "blocks.1.qkv.weight")
+    assert lengths is not None
+    assert lengths.graphs == 2  # with one length, and with any
     assert frozen is not None
-    assert frozen.gathers == (11, 11)
+    assert frozen.gathers[0] == 11
     assert frozen.planned_bytes <= 2100
     assert 0 < len(frozen.kept) < 11
     assert frozen.ahead[0] > 0
@@ -312,7 +329,6 @@ def handing_out(run: Run) -> None:
         run.step(lambda x=x: run.model(x)[0].square().mean())
 
 
-SPLIT = Policy(stage=3, persistence_numel=0)
 STATIC = CompileOptions(backend="eager", measured_calls=1, dynamic=False)
 ODD: dict[str, tuple[Callable[[], nn.Module], Scene, Policy, CompileOptions, str]] = {
     "looking": (Steered, looking, SPLIT, EAGER, r"data-dependent .*\(in forward, test_compiled.py:\d+\)"),
@@ -325,16 +341,13 @@ ODD: dict[str, tuple[Callable[[], nn.Module], Scene, Policy, CompileOptions, str
 
 def oddities(rank: int, world_size: int) -> dict[str, tuple[Result, Result]]:
     mesh = Mesh.create(init())
-    import time
-    found = {}
-    for name, (build, scene, policy, options, _) in ODD.items():
-        t = time.time()
-        found[name] = (
+    return {
+        name: (
             perform(mesh, rank, build, scene, policy, None),
             perform(mesh, rank, build, scene, policy, options),
         )
-        print(name, time.time() - t, time.process_time(), found[name][1].report)
-    return found
+        for name, (build, scene, policy, options, _) in ODD.items()
+    }
 
 
 def test_what_cannot_be_compiled_goes_on_with_hooks() -> None:

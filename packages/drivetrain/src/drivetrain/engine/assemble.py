@@ -169,6 +169,7 @@ def zero_policy(config: Config, mesh: Mesh, precision: Precision) -> Policy:
         node_ranks=_node_ranks(zero, mesh),
         secondary_ranks=zero.zero_hpz_partition_size,
         gather_in_two=zero.mics_hierarchical_params_gather,
+        root_apart=config.compile.deepcompile,
         overlap=zero.overlap_comm is not False,
     )
 

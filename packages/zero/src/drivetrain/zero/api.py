@@ -263,7 +263,7 @@ def shard(
     )
     parameters = ParameterExchange(policy, ranks)
     lowered = policy.wire_rule.parameters(module) if policy.wire_rule else frozenset()
-    plan = _Plan(policy=policy, ranks=ranks, origins=origins, rows=rows, lowered=lowered)
+    plan = _Plan(root=module, policy=policy, ranks=ranks, origins=origins, rows=rows, lowered=lowered)
     units = tuple(
         Unit(index, group.name, group.modules, _make_buckets(group, plan), parameters)
         for index, group in enumerate(groups)
@@ -385,6 +385,7 @@ class _Plan:
     travel in fewer bits.
     """
 
+    root: nn.Module
     policy: Policy
     ranks: Ranks
     origins: ParameterValues
@@ -394,11 +395,13 @@ class _Plan:
 
 def _make_buckets(group: Group, plan: _Plan) -> list[Bucket]:
     buckets = []
+    apart = plan.policy.root_apart and plan.root in group.modules and not group.resident
+    most = 1 if apart else plan.policy.bucket_numel
     for kind, alike in split_by_kind(group.parameters, plan.lowered).items():
         packed = [named for named in alike if _is_packed(named.parameter, group, plan.policy)]
         others = [named for named in alike if not _is_packed(named.parameter, group, plan.policy)]
         for members in (packed, *set_apart(others, plan.rows)):
-            for run in fill_buckets([p.parameter.numel() for p in members], plan.policy.bucket_numel):
+            for run in fill_buckets([p.parameter.numel() for p in members], most):
                 buckets.append(_make_bucket([members[i] for i in run], kind, group, plan))
     return buckets
 
