@@ -53,7 +53,9 @@ def train(rank: int, world_size: int) -> dict[str, Any]:
         losses += [engine.train_batch(batches).item() for _ in range(2)]
         found[name] = (losses, evaluated, engine.compile_report)
         found[name + " parameters"] = {key: value.clone() for key, value in engine.sharded.full_parameters()}
-        with pytest.raises(RuntimeError, match="before the first forward pass" if name == "compiled" else "deepcompile"):
+        with pytest.raises(
+            RuntimeError, match="before the first forward pass" if name == "compiled" else "deepcompile"
+        ):
             engine.compile()
     return found
 
@@ -73,7 +75,7 @@ def refusals(rank: int, world_size: int) -> None:
     engine = initialize(WithLoss(), config())
     with pytest.raises(ValueError, match='must be "inductor" or "eager", got \'cudagraphs\''):
         engine.compile(backend="cudagraphs")
-    with pytest.raises(ValueError, match="takes only 'dynamic' of the arguments of torch.compile, got mode"):
+    with pytest.raises(ValueError, match=r"takes only 'dynamic' .*, got mode"):
         engine.compile(compile_kwargs={"mode": "max-autotune"})
     engine.compile(backend="eager")
     assert engine.compile_report.state == "waiting"

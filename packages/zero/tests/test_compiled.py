@@ -17,7 +17,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.comm import Mesh, init
-from drivetrain.zero import CompileOptions, CompileReport, Policy, ShardedModule, ShardedOptimizer, compile_sharded, gathered, shard
+from drivetrain.zero import (
+    CompileOptions,
+    CompileReport,
+    Policy,
+    ShardedModule,
+    ShardedOptimizer,
+    compile_sharded,
+    gathered,
+    shard,
+)
 from drivetrain.zero.compiled import CompiledModule
 from drivetrain.zero.graph import internals
 from drivetrain_testkit import relative_error, run_ranks
@@ -175,7 +184,7 @@ def accumulating_language(run: Run) -> float:
 
 
 def varying_lengths(run: Run) -> None:
-    """Sequences whose length changes at different times on the two ranks, so that one compiles and the other does not."""
+    """Sequences whose length changes at different times on the two ranks: one compiles, the other does not."""
     for step, lengths in enumerate(((5, 5), (5, 5), (5, 7), (6, 7), (5, 3), (8, 5))):
         x = floats(step, 0, run.rank, BATCH * lengths[run.rank]).view(BATCH, -1, WIDTH)
         run.step(lambda x=x: square_loss(run.model, x))

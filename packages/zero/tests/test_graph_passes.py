@@ -34,7 +34,16 @@ def test_views_are_followed_to_their_readers() -> None:
         Line(inputs=(4,), is_view=True),  # 6 a view of new memory
         Line(inputs=(6, 5, 1)),  # 7
     ]
-    assert reads(lines) == [reading(), reading(), reading(), reading(A), reading(A), reading(A), reading(), reading(A, B)]
+    assert reads(lines) == [
+        reading(),
+        reading(),
+        reading(),
+        reading(A),
+        reading(A),
+        reading(A),
+        reading(),
+        reading(A, B),
+    ]
     assert shared_memory(lines)[3:7] == [reading(A), reading(), reading(A), reading()]
 
 

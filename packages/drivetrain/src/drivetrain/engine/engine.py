@@ -31,7 +31,14 @@ from drivetrain.engine.optimizers import Parameters
 from drivetrain.engine.persist import Persistence
 from drivetrain.engine.record import Counters, StepRecord
 from drivetrain.engine.snapshot import LoadParts
-from drivetrain.zero import CompiledModule, CompileOptions, CompileReport, ShardedOptimizer, Synchronous, compile_sharded
+from drivetrain.zero import (
+    CompiledModule,
+    CompileOptions,
+    CompileReport,
+    ShardedOptimizer,
+    Synchronous,
+    compile_sharded,
+)
 
 
 def initialize(

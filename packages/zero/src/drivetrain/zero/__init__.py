@@ -6,7 +6,7 @@ from drivetrain.zero.access import ParameterAccess, Quantity
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
 from drivetrain.zero.build import Init, whole
 from drivetrain.zero.codec import INT4_GRADIENTS, INT8_WEIGHTS
-from drivetrain.zero.compiled import CompileOptions, CompileReport, CompiledModule, compile_sharded
+from drivetrain.zero.compiled import CompiledModule, CompileOptions, CompileReport, compile_sharded
 from drivetrain.zero.gathering import gathered
 from drivetrain.zero.gathers import Synchronous
 from drivetrain.zero.leaf import LeafRule

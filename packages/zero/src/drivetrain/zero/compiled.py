@@ -4,17 +4,17 @@
     loss = sharded.module(batch)                               # captured at the first call
     print(compiled.report)
 
-The problem: hooks know of a module when it is called, so they can neither send for parameters in the middle of what came
-before, nor know how much memory there will be. The idea (DeepCompile, Tanaka et al., arXiv:2504.09983): let torch
-capture the whole forward pass, and the backward pass with it, put the gathers into these graphs, measure a few runs, and
-then plan: how far ahead each gather starts, and which parameters stay whole for the rest of a step.
+The problem: hooks know of a module when it is called, so they can neither send for parameters in the middle of what
+came before, nor know how much memory there will be. The idea (DeepCompile, Tanaka et al., arXiv:2504.09983): let torch
+capture the whole forward pass, and the backward pass with it, put the gathers into these graphs, measure a few runs,
+and then plan: how far ahead each gather starts, and which parameters stay whole for the rest of a step.
 
 What ranks do alike is a `Plan`, agreed on before anything of a forward pass runs (see `plans`): which buckets, in which
 order, and which are kept. Where a rank puts these events in its own graph is its own affair. If any rank has no graph,
 all go back to hooks, for good, and the report says why.
 
-Gradients go the way that they always go: into their buckets as soon as they are whole, and from there to their owners in
-the reducer's order. The parameters themselves stay placeholders: readers in the graph are given whole tensors.
+Gradients go the way that they always go: into their buckets as soon as they are whole, and from there to their owners
+in the reducer's order. The parameters themselves stay placeholders: readers in the graph are given whole tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import fx
 
 from drivetrain.comm import all_gather_object
 from drivetrain.zero.api import ShardedModule
-from drivetrain.zero.gathers import BackwardGathers, ForwardGathers, Gathers, Synchronous, wait_for
+from drivetrain.zero.gathers import NOWHERE, BackwardGathers, ForwardGathers, Gathers, Synchronous, wait_for
 from drivetrain.zero.graph import internals
 from drivetrain.zero.graph.internals import UnsupportedGraphError
 from drivetrain.zero.graph.keep import choose_kept
@@ -73,7 +73,7 @@ class CompileOptions:
     dynamic: bool | None = None
     budget_bytes: int | None = None
     measured_calls: int = 2
-    synchronous: Synchronous = Synchronous()
+    synchronous: Synchronous = NOWHERE
     tell: bool = False
 
     def __post_init__(self) -> None:
@@ -315,14 +315,16 @@ class CompiledModule:
     def _check_result(self, result: object) -> None:
         """Refuse parameters, or views of them, among what the forward pass returns: they are placeholders."""
         found = next((t for t in tensors_in(result) if storage_of(t) in self._placeholders), None)
-        complaint = None if found is None else "the forward pass returns a parameter that is split over ranks, or a view"
+        complaint = None
+        if found is not None:
+            complaint = (
+                "the forward pass returns a parameter that is split over ranks, or a view of it "
+                f"({tuple(found.shape)}); return a copy"
+            )
         if self._last is not None and self._last[1].calls == 1:
             self._plans.confirm(complaint)
         elif complaint is not None:
-            raise RuntimeError(
-                f"rank {self._sharded.axis.world.rank}: {complaint} of it ({tuple(found.shape)}), for the first time in "
-                "this kind of pass; return a copy, or train without compiling"
-            )
+            raise RuntimeError(f"rank {self._sharded.axis.world.rank}: {complaint}, or train without compiling")
 
     def _capture(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend of torch.compile."""

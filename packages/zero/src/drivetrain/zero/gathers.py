@@ -36,6 +36,10 @@ class Synchronous:
     after_reduction: bool = False
 
 
+NOWHERE = Synchronous()
+"""Wait only for what is needed."""
+
+
 def wait_for(device: torch.device) -> None:
     """Block until ``device`` has done what it was given."""
     if device.type != "cpu":

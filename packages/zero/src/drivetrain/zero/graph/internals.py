@@ -15,6 +15,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +53,21 @@ class _Aot:
     switched_off: bool
 
 
-def _aot() -> _Aot:
-    from torch._dynamo import config as dynamo_config
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-    from torch._functorch import config
-    from torch._functorch._aot_autograd.schemas import OutputType
-    from torch._functorch.aot_autograd import aot_module_simplified
-    from torch._functorch.partitioners import default_partition
-    from torch._guards import TracingContext
-    from torch.fx.graph import _BoxedCodeGen
+def _private(module: str, name: str) -> Any:
+    return getattr(import_module(f"torch.{module}"), name)
 
+
+def _aot() -> _Aot:
+    kinds = _private("_functorch._aot_autograd.schemas", "OutputType")
     return _Aot(
-        lower=aot_module_simplified,
-        partition=default_partition,
-        config=config,
-        boxed_codegen=_BoxedCodeGen,
-        tracing_context=TracingContext,
-        errors=(TorchDynamoException, FailOnRecompileLimitHit),
-        alias_kinds=frozenset((OutputType.alias_of_input, OutputType.is_input)),
-        switched_off=dynamo_config.disable,
+        lower=_private("_functorch.aot_autograd", "aot_module_simplified"),
+        partition=_private("_functorch.partitioners", "default_partition"),
+        config=_private("_functorch", "config"),
+        boxed_codegen=_private("fx.graph", "_BoxedCodeGen"),
+        tracing_context=_private("_guards", "TracingContext"),
+        errors=(_private("_dynamo.exc", "TorchDynamoException"), _private("_dynamo.exc", "FailOnRecompileLimitHit")),
+        alias_kinds=frozenset((kinds.alias_of_input, kinds.is_input)),
+        switched_off=_private("_dynamo", "config").disable,
     )
 
 
@@ -97,7 +94,7 @@ def reason_of(error: Exception) -> str:
 
 
 def compile_whole(function: Function, backend: Function, *, dynamic: bool | None) -> Function:
-    """``function`` as one graph, handed to ``backend``; calling it raises one of `compile_errors` where that can't be."""
+    """``function`` as one graph, handed to ``backend``. Calling it raises one of `compile_errors` where it is none."""
 
     def whole(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -184,17 +181,13 @@ def _check_access(metadata: Any, parameters: frozenset[int], aot: _Aot) -> None:
 
 def inductor_decompositions() -> dict[Any, Any]:
     """The operations that inductor wants traced as others."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    table: dict[Any, Any] = select_decomp_table()
+    table: dict[Any, Any] = _private("_inductor.decomposition", "select_decomp_table")()
     return table
 
 
 def compile_with_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """A graph of aten operations, compiled; it takes its inputs in a list."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-
+    config, compile_fx_inner = _private("_inductor", "config"), _private("_inductor.compile_fx", "compile_fx_inner")
     # The next piece takes results as they were traced, so no other strides may be chosen for them.
     output = next(iter(module.graph.find_nodes(op="output")))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -282,4 +275,3 @@ def boxed(module: fx.GraphModule) -> Function:
     module.recompile()
     function: Function = module.forward
     return function
-

@@ -72,6 +72,4 @@ def choose_kept(
 
 def _fits(run: Run, sizes: Mapping[int, int], kept: Collection[int], group: int) -> bool:
     before, after = occupancy(run, sizes, kept), occupancy(run, sizes, {*kept, group})
-    return all(
-        now <= max(allowed, was) for was, now, allowed in zip(before, after, run.budget, strict=True)
-    )
+    return all(now <= max(allowed, was) for was, now, allowed in zip(before, after, run.budget, strict=True))

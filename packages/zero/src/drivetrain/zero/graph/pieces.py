@@ -1,9 +1,9 @@
 """A graph cut where communication goes, and what lies in between handed to a compiler, piece by piece.
 
 The problem: a compiler that is given the whole graph moves nodes, and reuses memory that it believes to be its own: a
-gather would start late, and a parameter that is still needed would be written over. The idea: it is given only what lies
-between two events. Where these are does not depend on the plan: a bucket's first reader, the end of its last, and where
-its last gradient is made. So another plan needs no other pieces, and a start is moved from one cut to another.
+gather would start late, and a parameter that is still needed would be written over. The idea: it is given only what
+lies between two events. Where these are does not depend on the plan: a bucket's first reader, the end of its last, and
+where its last gradient is made. So another plan needs no other pieces, and a start is moved from one cut to another.
 
 What it costs is fusion across cuts: parameters of a block are gathered together, so cuts are between blocks.
 """

@@ -3,7 +3,8 @@
 The problem: sent for when it is needed, a bucket makes the computation wait for all of its gather; sent for early, it
 takes memory that activations may need. The idea: gathers run one after another on their own channel, so working
 backwards from each deadline gives the latest moment at which each must start to be in time. Going forwards, each start
-is moved towards that moment as far as the budget of every node in between allows. Starts that end up close together (within the time of one gather) are put at one node, so that the graph is interrupted less often.
+is moved towards that moment as far as the budget of every node in between allows. Starts that end up close together
+(within the time of one gather) are put at one node, so that the graph is interrupted less often.
 
 Invariants: the order of starts stays as it is; first and last readers stay; where the schedule that came in was within
 the budget, the one that goes out is.

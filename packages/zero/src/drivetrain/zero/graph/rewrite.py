@@ -1,7 +1,8 @@
 """FX graphs: read as the plain lists that passes work on, and written with a schedule in them.
 
-What is written into a graph are calls of `Actions`: nodes like all others, in the order that the schedule says. A reader
-of a parameter gets it from the wait before it. The placeholder that stood for it stays, and is what backward is handed.
+What is written into a graph are calls of `Actions`: nodes like all others, in the order that the schedule says. A
+reader of a parameter gets it from the wait before it. The placeholder that stood for it stays, and is what backward is
+handed.
 A gradient is taken where it is made, and its place among the results is left empty.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -80,11 +81,13 @@ class ReadGraph:
         index = {node: i for i, node in enumerate(nodes)}
         lines = [_line(node, index, fetched, shares or {}) for node in nodes]
         self.operations = [node for node in nodes if node.op not in ("placeholder", "output")]
-        self._fetched = {node: fetched[node.name] for node in nodes if node.op == "placeholder" and node.name in fetched}
+        self._fetched = {
+            node: fetched[node.name] for node in nodes if node.op == "placeholder" and node.name in fetched
+        }
         everything = reads(lines)
         self.reads: list[Groups] = [everything[index[node]] for node in self.operations]
-        self._shares = dict(zip(nodes, shared_memory(lines), strict=True))
-        self.all_results: list[object] = _results(nodes[-1])
+        self._shares: dict[fx.Node, Groups] = dict(zip(nodes, shared_memory(lines), strict=True))
+        self.all_results: list[Any] = _results(nodes[-1])
         self._targets = gradients or [None] * len(self.all_results)
         self._takes: dict[fx.Node, list[Place]] = {}
         self._check()
@@ -99,7 +102,9 @@ class ReadGraph:
             raise UnsupportedGraphError(f"backward has {len(self.all_results)} results for {len(self._targets)} inputs")
         for result, target in zip(self.all_results, self._targets, strict=True):
             if isinstance(result, fx.Node) and target is None and result not in self._fetched and self._shares[result]:
-                raise UnsupportedGraphError(f"a result ({result.name}) is a view of a parameter that is split over ranks")
+                raise UnsupportedGraphError(
+                    f"a result ({result.name}) is a view of a parameter that is split over ranks"
+                )
 
     def like(self, module: fx.GraphModule, shares: Mapping[str, Groups]) -> ReadGraph:
         """``module``, of the same inputs and results, read in the same way."""
@@ -114,7 +119,7 @@ class ReadGraph:
         return self._fetched
 
     @property
-    def results(self) -> list[object]:
+    def results(self) -> list[Any]:
         """What it returns, with None in place of the gradients that are taken."""
         pairs = zip(self.all_results, self._targets, strict=True)
         return [result if target is None else None for result, target in pairs]
@@ -146,8 +151,8 @@ def _line(
     return Line(inputs=tuple(index[source] for source in node.all_input_nodes), is_view=is_view(node))
 
 
-def _results(output: fx.Node) -> list[object]:
-    results = output.args[0]
+def _results(output: fx.Node) -> list[Any]:
+    results: Any = output.args[0]
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 

@@ -1,7 +1,7 @@
 """When each bucket is sent for, waited for and let go, in one run of a graph: pure arithmetic on positions.
 
-The problem: all ranks must send for the same buckets in the same order, whatever their graphs look like in detail, and a
-bucket must be whole from its first reader to its last. The idea: the order is given (ranks agreed on it), the readers
+The problem: all ranks must send for the same buckets in the same order, whatever their graphs look like in detail, and
+a bucket must be whole from its first reader to its last. The idea: the order is given (ranks agreed on it), the readers
 are given (the graph has them), and a schedule puts each bucket's three events around its readers such that the starts
 keep to the order.
 

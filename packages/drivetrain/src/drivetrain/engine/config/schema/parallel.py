@@ -168,8 +168,8 @@ class Compile(Section):
         Key(
             "Capture forward and backward as graphs, and plan gathers and reductions in them.",
             differs=(
-                "In force from `initialize` on, with inductor; `engine.compile` chooses another backend. What cannot be "
-                "compiled goes on with hooks, and `engine.compile_report` says why."
+                "In force from `initialize` on, with inductor; `engine.compile` chooses another backend. What cannot "
+                "be compiled goes on with hooks, and `engine.compile_report` says why."
             ),
         ),
     ] = False
@@ -225,7 +225,9 @@ class Compile(Section):
     sync_after_allgather: Annotated[Flag, Key("Wait for each gather where it starts.")] = False
     keep_int_input_tensors: Annotated[
         Flag,
-        Key("Keep integer inputs to run graphs again.", NO_EFFECT, differs="Real passes are measured, none is repeated."),
+        Key(
+            "Keep integer inputs to run graphs again.", NO_EFFECT, differs="Real passes are measured, none is repeated."
+        ),
     ] = True
     keep_all_input_tensors: Annotated[
         Flag, Key("Keep all inputs for that.", NO_EFFECT, differs="Real passes are measured, none is repeated.")
