@@ -203,7 +203,7 @@ def tasks(draw: st.DrawFn) -> tuple[Task, Memory, dict[int, float], list[int], l
     return task, memory, seconds, keeps, sorted({*keeps, *draw(groups)})
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(tasks())
 def test_any_plan_serves_its_readers_within_the_budget(
     case: tuple[Task, Memory, dict[int, float], list[int], list[int]],

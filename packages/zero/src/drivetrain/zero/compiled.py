@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx
+from torch.utils.hooks import RemovableHandle
 
 from drivetrain.comm import all_gather_object
 from drivetrain.zero.api import ShardedModule
@@ -208,11 +209,18 @@ class CompiledModule:
         self._accumulates = False
         self._free = UNBOUNDED
         self._compiled: Callable[..., Any] | None = None
+        self._handles: list[RemovableHandle] = []
         self._reason = internals.unsupported()
         if self._reason is None:
             self._install()
         else:
             self._tell_reason()
+
+    def _leave(self, reason: str) -> None:
+        """Hooks from here on: all ranks have agreed to it."""
+        self._reason = reason
+        self._tell_reason()
+        self.remove()
 
     def _install(self) -> None:
         self._compiled = internals.compile_whole(self._forward, self._capture, dynamic=self._options.dynamic)
@@ -220,12 +228,35 @@ class CompiledModule:
         self._sharded.residency.others.append(self._release)
         self._sharded.hooks.suspend()
         self._module.__dict__["forward"] = _like(self._forward, self)
+        split = [slot for bucket in self._sharded.buckets if not bucket.resident for slot in bucket.slots]
+        owned = {id(slot.parameter) for slot in split}
+        for name, module in self._module.named_modules():
+            if module is not self._module and any(id(parameter) in owned for parameter in module.parameters()):
+                hook = self._stray_call(name)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+
+    def _stray_call(self, name: str) -> Callable[[torch.nn.Module, Any, Any], tuple[Any, Any] | None]:
+        """A part of the module is called by itself, where no graph brings in its parameters."""
+
+        def before(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+            if torch.compiler.is_compiling():
+                return None
+            try:
+                self._plans.give_up(f"'{name}' was called by itself, not by the forward pass of the whole module")
+            except GiveUpError as error:
+                self._leave(str(error))
+            return self._sharded.hooks.enter_late(module, args, kwargs)
+
+        return before
 
     def remove(self) -> None:
         """Hooks again."""
         if self._compiled is None:
             return
         self._compiled = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
         sharded = self._sharded
         sharded.residency.release_all()
         sharded.residency.others.remove(self._release)
@@ -286,16 +317,15 @@ class CompiledModule:
         try:
             return self._call(args, kwargs)
         except GiveUpError as error:
-            self._reason = str(error)
+            reason = str(error)
         except BaseException:
             self._gathers.release_all()
             raise
         finally:
             for bucket in shown:
                 bucket.attach()
-        self._tell_reason()
-        self.remove()
-        self._sharded.hooks.enter_root(args, kwargs)
+        self._leave(reason)
+        self._sharded.hooks.enter_late(self._module, args, kwargs)
         return self._forward(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -104,6 +104,8 @@ class Gathers:
         """The parameters of a bucket that was sent for, by slot."""
         if group in self._pending:
             self._arrive(group)
+        if group not in self._whole and not self._units[group].live:
+            raise RuntimeError(f"bucket {group} is waited for by a graph that has not sent for it")
         return tuple(slot.whole for slot in self._buckets[group].slots)
 
     def keep(self, group: int) -> None:

@@ -205,11 +205,23 @@ class Hooks:
             if not unit.resident:
                 self._install_unit(unit)
 
-    def enter_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the hooks that `resume` put back would have done, had they been there when this call began."""
+    def enter_late(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the hooks that `resume` put back would have done, had they been there when ``module`` was called.
+
+        Returns:
+            The arguments to go on with.
+        """
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
         for unit in self._units:
-            if self._root in unit.modules and not unit.resident:
-                self._unit_entrance(unit)(self._root, args, kwargs)
+            if unit.resident:
+                continue
+            if module in unit.modules:
+                args, kwargs = self._unit_entrance(unit)(module, args, kwargs) or (args, kwargs)
+            elif any(id(slot.parameter) in own for bucket in unit.buckets for slot in bucket.slots):
+                self._owner_entrance(unit)(module, args)
+        return args, kwargs
 
     def _install_unit(self, unit: Unit) -> None:
         add = self._unit_handles.append

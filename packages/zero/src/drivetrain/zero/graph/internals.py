@@ -62,12 +62,12 @@ def _aot() -> _Aot:
     return _Aot(
         lower=_private("_functorch.aot_autograd", "aot_module_simplified"),
         partition=_private("_functorch.partitioners", "default_partition"),
-        config=_private("_functorch", "config"),
+        config=import_module("torch._functorch.config"),
         boxed_codegen=_private("fx.graph", "_BoxedCodeGen"),
         tracing_context=_private("_guards", "TracingContext"),
         errors=(_private("_dynamo.exc", "TorchDynamoException"), _private("_dynamo.exc", "FailOnRecompileLimitHit")),
         alias_kinds=frozenset((kinds.alias_of_input, kinds.is_input)),
-        switched_off=_private("_dynamo", "config").disable,
+        switched_off=_private("_dynamo.config", "disable"),
     )
 
 
@@ -137,16 +137,30 @@ def lower(
                 given.shape, dtype=given.dtype, device=given.device, requires_grad=given.requires_grad
             )
     settings = {"donated_buffer": False, "force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
-    with aot.config.patch(settings):
+    graphs: list[str] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        graphs.append("joint")
+        _make_views_at_use(joint.graph)
+        parts: tuple[fx.GraphModule, fx.GraphModule] = aot.partition(joint, inputs, **options)
+        return parts
+
+    def backward_now(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
+        graphs.append("backward")
+        return backward(module, inputs)
+
+    with aot.config.patch({name: value for name, value in settings.items() if hasattr(aot.config, name)}):
         lowered: Function = aot.lower(
             module,
             traced,
             fw_compiler=_boxed_compiler(forward),
-            bw_compiler=_boxed_compiler(backward),
+            bw_compiler=_boxed_compiler(backward_now),
             inference_compiler=_boxed_compiler(forward),
-            partition_fn=_partition,
+            partition_fn=partition,
             decompositions=decompositions,
         )
+    if graphs == ["joint"]:
+        raise UnsupportedGraphError("this torch compiles the backward pass only when it comes")
     _check_access(context.fw_metadata, frozenset(parameters), aot)
     # At run time the setting is torch's default again, which takes None for "some are donated" and refuses to keep a
     # graph for a second backward pass.
@@ -187,7 +201,10 @@ def inductor_decompositions() -> dict[Any, Any]:
 
 def compile_with_inductor(module: fx.GraphModule, inputs: Sequence[Any]) -> Function:
     """A graph of aten operations, compiled; it takes its inputs in a list."""
-    config, compile_fx_inner = _private("_inductor", "config"), _private("_inductor.compile_fx", "compile_fx_inner")
+    config, compile_fx_inner = (
+        import_module("torch._inductor.config"),
+        _private("_inductor.compile_fx", "compile_fx_inner"),
+    )
     # The next piece takes results as they were traced, so no other strides may be chosen for them.
     output = next(iter(module.graph.find_nodes(op="output")))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
@@ -218,18 +235,12 @@ def is_view(node: fx.Node) -> bool:
     return any(result.alias_info is not None for result in target._schema.returns)
 
 
-def _partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut a joint graph, such that parameters are handed to backward themselves and not as views of them.
+def _make_views_at_use(graph: fx.Graph) -> None:
+    """Make parameters be handed to backward themselves and not as views of them.
 
     A view of a parameter that backward got from forward would be of memory that is let go in between. So each user of
     such a view makes it anew, from the parameter.
     """
-    _make_views_at_use(joint.graph)
-    parts: tuple[fx.GraphModule, fx.GraphModule] = _aot().partition(joint, inputs, **options)
-    return parts
-
-
-def _make_views_at_use(graph: fx.Graph) -> None:
     roots = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("primals")}
     views = set(roots)
     for node in list(graph.nodes):
