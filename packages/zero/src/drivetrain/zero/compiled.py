@@ -204,6 +204,7 @@ class CompiledModule:
         self._plans = Plans(sharded.ranks.everyone)
         self._variants: list[_Variant] = []
         self._last: tuple[_Variant, Plan] | None = None
+        self._calling = False
         self._agreed = False  # with the other ranks, in this call
         self._passes_in_step = 0
         self._accumulates = False
@@ -241,6 +242,8 @@ class CompiledModule:
         def before(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             if torch.compiler.is_compiling():
                 return None
+            if self._calling:  # it has run the module instead of compiling it
+                self._plans.give_up("torch.compile is switched off")
             try:
                 self._plans.give_up(f"'{name}' was called by itself, not by the forward pass of the whole module")
             except GiveUpError as error:
@@ -309,7 +312,7 @@ class CompiledModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        self._agreed = False
+        self._agreed, self._calling = False, True
         live = [unit for unit in self._sharded.units if unit.live and not unit.resident]
         shown = [bucket for unit in live for bucket in unit.buckets]
         for bucket in shown:  # or torch would compile anew for parameters that look different
@@ -322,6 +325,7 @@ class CompiledModule:
             self._gathers.release_all()
             raise
         finally:
+            self._calling = False
             for bucket in shown:
                 bucket.attach()
         self._leave(reason)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -66,7 +67,7 @@ class Plans:
             self._exchange_orders(orders)
         return self._plans[self._number_of[needs]]
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> NoReturn:
         """In place of `common`, on a rank that has no graph."""
         self._handshake(_NO_GRAPH)
         self._exchange_reasons(reason)
@@ -88,7 +89,7 @@ class Plans:
         largest, negated = said.tolist()
         return largest, -negated
 
-    def _exchange_reasons(self, mine: str | None) -> None:
+    def _exchange_reasons(self, mine: str | None) -> NoReturn:
         reasons = all_gather_object(mine, self._everyone)
         given = [(rank, reason) for rank, reason in zip(self._everyone.ranks, reasons, strict=True) if reason]
         rank, reason = given[0]
