@@ -1,6 +1,7 @@
 """Stages 0 to 3 beside torch DDP, FSDP2 and, where it is installed, DeepSpeed: tokens/s and peak memory, in one run.
 
     nox -s bench -- zero [--sizes 25M 135M] [--precisions fp32 bf16] [--steps 12] [--ranks 2]
+    nox -s bench -- zero --systems drivetrain-3 graphs-3 inductor-3 --warmup 5     # hooks beside compiled graphs
 
 Systems take turns step by step, in an order that rotates, and ratios are formed within a turn, so that what else the
 machine does falls on all alike (see ``turns``). Where memory does not hold all at once, companies of ``--together``
@@ -30,6 +31,7 @@ from systems import SYSTEMS, Measured, Work, run
 from turns import Caller
 
 RESULTS = Path(__file__).parent / "results"
+COMPILED = ("graphs", "inductor")  # only with --systems, beside hooks, and with --warmup 5 or more: they measure first
 RIVALS = {0: "ddp", 1: "ddp", 2: "ddp", 3: "fsdp2"}
 
 
@@ -76,6 +78,9 @@ def main() -> None:
 
 
 def available(system: str) -> bool:
+    """Whether it runs unasked."""
+    if system.startswith(COMPILED):
+        return False
     return not system.startswith("deepspeed") or importlib.util.find_spec("deepspeed") is not None
 
 
@@ -99,6 +104,8 @@ def companies(systems: list[str], together: int) -> Iterator[list[str]]:
 
 def peer_of(system: str) -> str | None:
     kind, _, stage = system.partition("-")
+    if kind in COMPILED:
+        return f"drivetrain-{stage}"
     return RIVALS.get(int(stage)) if kind in ("drivetrain", "deepspeed") else None
 
 

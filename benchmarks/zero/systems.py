@@ -116,16 +116,23 @@ def fsdp2(work: Work, device: torch.device) -> Step:
     return _torch_step(model, model)
 
 
-def drivetrain(stage: int) -> Callable[[Work, torch.device], Step]:
+def drivetrain(stage: int, *, backend: str | None = None) -> Callable[[Work, torch.device], Step]:
+    """Stage ``stage``, with hooks, or with its communication in graphs that ``backend`` compiles."""
+
     def make(work: Work, device: torch.device) -> Step:
         from drivetrain.engine import initialize
 
-        engine = initialize(Decoder(SHAPES[work.size]), _config(work, stage))
+        compiling = {} if backend is None else {"compile": {"deepcompile": True}}
+        engine = initialize(Decoder(SHAPES[work.size]), {**_config(work, stage), **compiling})
+        if backend is not None:
+            engine.compile(backend=backend)
 
         def step(tokens: torch.Tensor, targets: torch.Tensor) -> float:
             loss = engine(tokens, targets)
             engine.backward(loss)
             engine.step()
+            if engine.compile_report is not None and engine.compile_report.reason is not None:
+                raise RuntimeError(f"nothing to compare, it runs with hooks: {engine.compile_report.reason}")
             return float(loss.detach())
 
         return step
@@ -169,5 +176,7 @@ SYSTEMS: dict[str, Callable[[Work, torch.device], Step]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     **{f"drivetrain-{stage}": drivetrain(stage) for stage in range(4)},
+    **{f"graphs-{stage}": drivetrain(stage, backend="eager") for stage in (1, 2, 3)},
+    **{f"inductor-{stage}": drivetrain(stage, backend="inductor") for stage in (1, 2, 3)},
     **{f"deepspeed-{stage}": deepspeed(stage) for stage in range(1, 4)},
 }

@@ -494,7 +494,7 @@ def test_every_planned_flag_asks_when_it_is_set() -> None:
         if entry.status is not Status.PLANNED or entry.info.annotation is not bool or "*" in entry.path:
             continue
         alone = status.get(entry.path[:-1], Status.WORKS) is Status.WORKS
-        switch = len(entry.path) == 2 and entry.path[1] in ("enabled", "deepcompile") and not default_of(entry.info)
+        switch = len(entry.path) == 2 and entry.path[1] == "enabled" and not default_of(entry.info)
         if alone or switch:
             (problem,) = examine(_nested(entry.path, not default_of(entry.info))).problems
             assert problem.path == entry.dotted

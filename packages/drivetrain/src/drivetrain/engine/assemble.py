@@ -169,6 +169,7 @@ def zero_policy(config: Config, mesh: Mesh, precision: Precision) -> Policy:
         node_ranks=_node_ranks(zero, mesh),
         secondary_ranks=zero.zero_hpz_partition_size,
         gather_in_two=zero.mics_hierarchical_params_gather,
+        root_apart=config.compile.deepcompile,
         overlap=zero.overlap_comm is not False,
     )
 
@@ -291,6 +292,7 @@ def _start_logging(config: Config, mesh: Mesh) -> None:
     """Let rank 0 show what the file asks to be shown, unless the program has set up logging itself."""
     root = logging.getLogger("drivetrain")
     asked = config.steps_per_print is not None or config.wall_clock_breakdown or config.dump_state
+    asked |= config.compile.debug_log
     if config.log_level is not None:
         root.setLevel(config.log_level.upper())
     elif asked:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +31,14 @@ from drivetrain.engine.optimizers import Parameters
 from drivetrain.engine.persist import Persistence
 from drivetrain.engine.record import Counters, StepRecord
 from drivetrain.engine.snapshot import LoadParts
-from drivetrain.zero import ShardedOptimizer
+from drivetrain.zero import (
+    CompiledModule,
+    CompileOptions,
+    CompileReport,
+    ShardedOptimizer,
+    Synchronous,
+    compile_sharded,
+)
 
 
 def initialize(
@@ -79,6 +86,12 @@ def initialize(
     return Engine(assemble(model, config, given, mesh))
 
 
+def _backend(name: str) -> Literal["eager", "inductor"]:
+    if name not in ("eager", "inductor"):
+        raise ValueError(f'the backend of engine.compile must be "inductor" or "eager", got {name!r}')
+    return "eager" if name == "eager" else "inductor"
+
+
 class Engine:
     """A model in training. Made by `drivetrain.engine.initialize`.
 
@@ -115,6 +128,9 @@ class Engine:
         self._batches: Iterator[Any] | None = None
         self.last_step: StepRecord | None = None
         self.sharded.hooks.backward.check = self._check_scaled
+        self._compiled: CompiledModule | None = None
+        if self.config.compile.deepcompile:
+            self.compile()
 
     # querying ---------------------------------------------------------------------------------------------------------
 
@@ -400,6 +416,59 @@ class Engine:
                 raise RuntimeError("this engine has no training data: pass training_data= to initialize, or data_iter")
             self._batches = iter(RepeatingLoader(self.train_loader))
         return self._batches
+
+    # compiling --------------------------------------------------------------------------------------------------------
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Compile the module at its next forward pass, with its communication in the graphs. Collective.
+
+        `initialize` does it where the configuration asks for it; call it before the first forward pass for another
+        backend. `compile_report` tells what became of it.
+
+        Args:
+            backend: ``inductor``, or ``eager`` to run the graphs operation by operation.
+            compile_kwargs: arguments of torch.compile; only ``dynamic`` can be chosen.
+
+        Raises:
+            RuntimeError: ``compile.deepcompile`` is off, or the module has been compiled and called already.
+            ValueError: there is no such backend, or another argument.
+        """
+        section = self.config.compile
+        if not section.deepcompile:
+            raise RuntimeError(
+                'engine.compile() needs "compile": {"deepcompile": true} in the configuration. Without it, call '
+                "torch.compile on blocks of the model before initialize"
+            )
+        chosen = dict(compile_kwargs or {})
+        dynamic = chosen.pop("dynamic", None)
+        if chosen:
+            raise ValueError(
+                f"engine.compile takes only 'dynamic' of the arguments of torch.compile, got {', '.join(chosen)}: the "
+                "whole forward pass becomes one graph, and inductor is given its pieces"
+            )
+        if self._compiled is not None and self._compiled.called:
+            raise RuntimeError(
+                "the module has been compiled and called already; call engine.compile before the first forward pass"
+            )
+        options = CompileOptions(
+            backend=_backend(backend),
+            dynamic=dynamic,
+            synchronous=Synchronous(
+                before_gather=section.sync_before_allgather,
+                after_gather=section.sync_after_allgather,
+                before_reduction=section.sync_before_reduce,
+                after_reduction=section.sync_after_reduce,
+            ),
+            tell=section.debug_log,
+        )
+        if self._compiled is not None:
+            self._compiled.remove()
+        self._compiled = compile_sharded(self.sharded, options)
+
+    @property
+    def compile_report(self) -> CompileReport | None:
+        """What became of compiling so far; None where it was not asked for."""
+        return None if self._compiled is None else self._compiled.report
 
     # state ------------------------------------------------------------------------------------------------------------
 

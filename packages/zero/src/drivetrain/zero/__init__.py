@@ -6,7 +6,9 @@ from drivetrain.zero.access import ParameterAccess, Quantity
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
 from drivetrain.zero.build import Init, whole
 from drivetrain.zero.codec import INT4_GRADIENTS, INT8_WEIGHTS
+from drivetrain.zero.compiled import CompiledModule, CompileOptions, CompileReport, compile_sharded
 from drivetrain.zero.gathering import gathered
+from drivetrain.zero.gathers import Synchronous
 from drivetrain.zero.leaf import LeafRule
 from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, StepResult
 from drivetrain.zero.policy import ErrorFeedback, Policy
@@ -20,6 +22,9 @@ __all__ = [
     "AUTOCAST_CLASSES",
     "INT4_GRADIENTS",
     "INT8_WEIGHTS",
+    "CompileOptions",
+    "CompileReport",
+    "CompiledModule",
     "ErrorFeedback",
     "FlatSlice",
     "Init",
@@ -34,9 +39,11 @@ __all__ = [
     "ShardedModule",
     "ShardedOptimizer",
     "StepResult",
+    "Synchronous",
     "TensorSource",
     "TiledLinear",
     "WireRule",
+    "compile_sharded",
     "gathered",
     "shard",
     "whole",

@@ -98,7 +98,7 @@ class ShardedModule:
         self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
         self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.closes_step = True
-        self.hooks = Hooks(module, units, residency, reducer, self._reduces, lambda: self.closes_step)
+        self.hooks = Hooks(module, units, residency, reducer, self.reduces, lambda: self.closes_step)
         self.guard = Guard(module, units, ranks.shard.world.rank)
 
     @property
@@ -106,7 +106,8 @@ class ShardedModule:
         """The ranks that it is sharded over."""
         return self.ranks.shard
 
-    def _reduces(self) -> bool:
+    def reduces(self) -> bool:
+        """Whether the next backward pass reduces gradients, or only adds them up."""
         return self.policy.reduces_every_micro_batch or self.closes_step
 
     @contextmanager
@@ -167,6 +168,7 @@ class ShardedModule:
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """A copy of every parameter, whole, in the dtype it computes in; one unit is gathered at a time. Collective."""
+        self.residency.release_others()
         for unit in self.units:
             was_live = unit.live
             unit.start_gather(exact=True, during="full_parameters")
@@ -261,7 +263,7 @@ def shard(
     )
     parameters = ParameterExchange(policy, ranks)
     lowered = policy.wire_rule.parameters(module) if policy.wire_rule else frozenset()
-    plan = _Plan(policy=policy, ranks=ranks, origins=origins, rows=rows, lowered=lowered)
+    plan = _Plan(root=module, policy=policy, ranks=ranks, origins=origins, rows=rows, lowered=lowered)
     presence = Presence()
     units = tuple(
         Unit(index, group.name, group.modules, _make_buckets(group, plan), parameters, presence)
@@ -384,6 +386,7 @@ class _Plan:
     travel in fewer bits.
     """
 
+    root: nn.Module
     policy: Policy
     ranks: Ranks
     origins: ParameterValues
@@ -393,11 +396,13 @@ class _Plan:
 
 def _make_buckets(group: Group, plan: _Plan) -> list[Bucket]:
     buckets = []
+    apart = plan.policy.root_apart and plan.root in group.modules and not group.resident
+    most = 1 if apart else plan.policy.bucket_numel
     for kind, alike in split_by_kind(group.parameters, plan.lowered).items():
         packed = [named for named in alike if _is_packed(named.parameter, group, plan.policy)]
         others = [named for named in alike if not _is_packed(named.parameter, group, plan.policy)]
         for members in (packed, *set_apart(others, plan.rows)):
-            for run in fill_buckets([p.parameter.numel() for p in members], plan.policy.bucket_numel):
+            for run in fill_buckets([p.parameter.numel() for p in members], most):
                 buckets.append(_make_bucket([members[i] for i in run], kind, group, plan))
     return buckets
 

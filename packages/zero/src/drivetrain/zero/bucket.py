@@ -215,8 +215,16 @@ class Bucket:
 
     def release(self) -> None:
         """Give the full buffer's memory back; the parameters keep shape and dtype only."""
+        self.detach()
+        self.drop()
+
+    def detach(self) -> None:
+        """Point the parameters at nothing."""
         for slot in self.slots:
             slot.parameter.data = slot.placeholder
+
+    def drop(self) -> None:
+        """Give the full buffer's memory back. The parameters must not point at it."""
         self.full.untyped_storage().resize_(0)
 
     def make_room(self) -> None:

@@ -55,6 +55,7 @@ def gathered(
     units = {id(unit): unit for unit, _, _ in chosen}.values()
     buckets = {id(bucket): bucket for _, bucket, _ in chosen}.values()
     sharded.hooks.backward.settle()
+    sharded.residency.release_others()
     for unit in units:
         unit.pins += 1
         unit.start_gather(exact=True, during="gathered")

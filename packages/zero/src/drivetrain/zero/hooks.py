@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,19 +175,19 @@ class Hooks:
         self._reduces = reduces
         self._closes = closes
         self._handles: list[RemovableHandle] = []
+        self._unit_handles: list[RemovableHandle] = []
+        self._copies: dict[int, CastCopies] = {}  # by unit
         self._accumulators: list[Node] = []  # autograd forgets one that nobody holds, and its hooks with it
         self.backward = BackwardPass(self._begin_backward, self._end_backward, self._abandon_backward)
         self._install()
 
     def _install(self) -> None:
         add = self._handles.append
-        owners = self._find_owners()
         add(self._root.register_forward_pre_hook(self._before_root, prepend=True))
         add(self._root.register_forward_hook(self._after_root))
+        self.resume()
         lane = 0
         for unit in self._units:
-            if not unit.resident:
-                self._install_unit(unit, owners)
             for bucket in unit.buckets:
                 if bucket.trainable:
                     for index, slot in enumerate(bucket.slots):
@@ -194,6 +195,37 @@ class Hooks:
                         self._accumulators.append(node)
                         add(node.register_prehook(self._taker(unit, lane, index)))
                     lane += 1
+
+    def suspend(self) -> None:
+        """Leave it to others to bring parameters in. Gradients and the ends of passes are seen to as before."""
+        for handle in self._unit_handles:
+            handle.remove()
+        self._unit_handles.clear()
+
+    def resume(self) -> None:
+        """Bring parameters in around the calls of modules."""
+        owners = self._find_owners()
+        for unit in self._units:
+            if not unit.resident:
+                self._install_unit(unit, owners)
+
+    def enter_late(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the hooks that `resume` put back would have done, had they been there when ``module`` was called.
+
+        Returns:
+            The arguments to go on with.
+        """
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        for unit in self._units:
+            if unit.resident:
+                continue
+            if module in unit.modules:
+                args, kwargs = self._unit_entrance(unit)(module, args, kwargs) or (args, kwargs)
+            elif any(id(slot.parameter) in own for bucket in unit.buckets for slot in bucket.slots):
+                self._owner_entrance(unit)(module, args)
+        return args, kwargs
 
     def _find_owners(self) -> dict[int, list[nn.Module]]:
         """By the id of a parameter, the modules that hold it directly."""
@@ -203,19 +235,21 @@ class Hooks:
                 owners.setdefault(id(parameter), []).append(module)
         return owners
 
+    def _copies_of(self, unit: Unit) -> CastCopies:
+        if unit.index not in self._copies:
+            parameters = [slot.parameter for bucket in unit.buckets for slot in bucket.slots]
+            restore = partial(self._residency.restore, unit)
+            self._copies[unit.index] = CastCopies(parameters, parameters[0].device, restore)
+        return self._copies[unit.index]
+
     def _install_unit(self, unit: Unit, owners: Mapping[int, list[nn.Module]]) -> None:
-        add = self._handles.append
+        add = self._unit_handles.append
         parameters = [slot.parameter for bucket in unit.buckets for slot in bucket.slots]
-        copies = CastCopies(parameters, parameters[0].device, lambda: self._residency.restore(unit))
         owning = dict.fromkeys(module for parameter in parameters for module in owners[id(parameter)])
         for module in unit.modules:
-            add(
-                module.register_forward_pre_hook(
-                    untraced(self._unit_entrance(unit, copies)), prepend=True, with_kwargs=True
-                )
-            )
-            add(module.register_forward_hook(untraced(self._unit_exit(unit, copies)), with_kwargs=True))
-        entrance, exit = untraced(self._owner_entrance(unit)), untraced(self._owner_exit(unit, copies))
+            add(module.register_forward_pre_hook(untraced(self._unit_entrance(unit)), prepend=True, with_kwargs=True))
+            add(module.register_forward_hook(untraced(self._unit_exit(unit)), with_kwargs=True))
+        entrance, exit = untraced(self._owner_entrance(unit)), untraced(self._owner_exit(unit))
         for module in owning:
             if module not in unit.modules:
                 add(module.register_forward_pre_hook(entrance, prepend=True))
@@ -223,6 +257,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Take every hook out again."""
+        self.suspend()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -258,7 +293,9 @@ class Hooks:
         if not torch.is_grad_enabled():
             self._release_all()
 
-    def _unit_entrance(self, unit: Unit, copies: CastCopies) -> Callable[..., tuple[Any, Any] | None]:
+    def _unit_entrance(self, unit: Unit) -> Callable[..., tuple[Any, Any] | None]:
+        copies = self._copies_of(unit)
+
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             self._residency.need(unit, self._phase())
             unit.call = call = Call()
@@ -275,7 +312,9 @@ class Hooks:
 
         return before
 
-    def _unit_exit(self, unit: Unit, copies: CastCopies) -> Callable[..., None]:
+    def _unit_exit(self, unit: Unit) -> Callable[..., None]:
+        copies = self._copies_of(unit)
+
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             watched = differentiable(output)
             before_backward = self._unit_watcher(unit, unit.call)
@@ -303,7 +342,9 @@ class Hooks:
 
         return before
 
-    def _owner_exit(self, unit: Unit, copies: CastCopies) -> Callable[..., None]:
+    def _owner_exit(self, unit: Unit) -> Callable[..., None]:
+        copies = self._copies_of(unit)
+
         def after(module: nn.Module, args: Any, output: Any) -> None:
             given = {id(tensor) for tensor in differentiable(args)}
             kept = (tensor for tensor in differentiable(kept_by(module)) if id(tensor) not in given)

@@ -97,6 +97,8 @@ class Policy:
         secondary_ranks: at stage 3, a second copy of the parameters is split over this many ranks, which then gather
             from it until the next step (hpZ); 1 for none, else equal to ``node_ranks``.
         gather_in_two: gather between nodes first and within them after, so that every byte crosses once.
+        root_apart: at stage 3, each parameter outside of all blocks has a bucket of its own. Hooks bring all of them in
+            at once; compiled graphs each when it is read: an embedding at the beginning, a head at the end.
         overlap: reduce while backward still computes (True) or when it has ended (False).
     """
 
@@ -124,6 +126,7 @@ class Policy:
     node_ranks: int | None = None
     secondary_ranks: int = 1
     gather_in_two: bool = False
+    root_apart: bool = False
     overlap: bool = True
 
     def __post_init__(self) -> None:

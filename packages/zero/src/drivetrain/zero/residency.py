@@ -5,7 +5,7 @@ Prefetch and reuse are performance only. The one promise is `need`: when it retu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from drivetrain.zero.order import Phase, UseOrder
 from drivetrain.zero.policy import Policy
@@ -22,6 +22,7 @@ class Residency:
 
     Attributes:
         held: the end of a use releases nothing, until `release_all`. For graphs that no hook sees: backward's own.
+        others: let go what else is whole, outside of units: called by `release_all`.
     """
 
     def __init__(self, units: Sequence[Unit], policy: Policy, presence: Presence) -> None:
@@ -31,6 +32,7 @@ class Residency:
         self._total = sum(unit.numel for unit in units if not unit.resident)
         self.order = UseOrder()
         self.held = False
+        self.others: list[Callable[[], None]] = []
 
     def need(self, unit: Unit, phase: Phase) -> None:
         """Return once ``unit`` is readable; send for what is expected next."""
@@ -89,3 +91,9 @@ class Residency:
         self.held = False
         for unit in self._units:
             unit.release()
+        self.release_others()
+
+    def release_others(self) -> None:
+        """Only units have whole parameters."""
+        for release in self.others:
+            release()

@@ -298,7 +298,7 @@ def _refuse_one(trail: Trail, finding: Finding) -> None:
     trail.problem(finding.path, _lacking(key.feature or key.meaning.rstrip(".")), way)
 
 
-_OFF: Mapping[str, str] = MappingProxyType({"enabled": "false", "device": '"none"', "deepcompile": "false"})
+_OFF: Mapping[str, str] = MappingProxyType({"enabled": "false", "device": '"none"'})
 """How a planned section is switched off, by the key that switches it."""
 
 

@@ -182,6 +182,25 @@ def _bias_correction(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _passes_of_the_stage(config: Config) -> Iterator[Conflict]:
+    """DeepCompile's passes by name: those that belong to the stage, which run anyway, and no others."""
+    stage = config.zero_optimization.stage
+    fitting = {0: None, 1: "z1", 2: "z1", 3: "z3"}[stage]
+    for name in config.compile.passes or () if config.compile.deepcompile else ():
+        if name in ("autosp", "autotp"):
+            yield Conflict(
+                path="compile.passes",
+                message=f'this version of Drivetrain does not support the pass "{name}" yet',
+                hint="remove it from the list",
+            )
+        elif name != fitting:
+            yield Conflict(
+                path="compile.passes",
+                message=f'the pass "{name}" does not belong to ZeRO stage {stage}',
+                hint="leave the key out: the passes of the stage are the default",
+            )
+
+
 RULES = (
     Rule(reads=("fp16.enabled", "bf16.enabled"), check=_one_format),
     Rule(reads=("torch_autocast.enabled", "fp16.enabled", "bf16.enabled"), check=_autocast_alone),
@@ -227,6 +246,10 @@ RULES = (
     Rule(reads=("zero_optimization.allgather_bucket_size",), check=_even_bucket),
     Rule(reads=("data_types.param_dtype", "fp16.enabled", "bf16.enabled"), check=_param_dtype),
     Rule(reads=("optimizer.type", "optimizer.params.bias_correction"), check=_bias_correction),
+    Rule(
+        reads=("compile.deepcompile", "compile.passes", "zero_optimization.stage"),
+        check=_passes_of_the_stage,
+    ),
 )
 """All rules. Read-only."""
 

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from drivetrain.engine.config.schema.keys import (
     NO_EFFECT,
+    PLANNED,
     Count,
     Dtype,
     Flag,
@@ -154,30 +155,86 @@ class HybridEngine(Section):
     enable_cuda_graph: Annotated[Flag, Key("Capture CUDA graphs.")] = False
 
 
+_UNMOVED = "Nothing of a compiled pass is moved to the host in this version."
+
+
 class Compile(Section):
-    """Compiler passes for partitioned training (DeepCompile)."""
+    """Communication placed in compiled graphs (DeepCompile)."""
 
     shorthand: ClassVar[str] = "deepcompile"
 
-    deepcompile: Annotated[Flag, Key("Use the passes.")] = False
-    free_activation: Annotated[Flag, Key("Free activations early.")] = False
-    free_activation_threshold: Annotated[Count, Key("Bytes of the smallest activation that is freed.")] = 10_485_760
-    offload_activation: Annotated[Flag, Key("Move activations to the host.")] = False
-    offload_activation_pin_memory: Annotated[Flag, Key("Into page-locked memory.")] = True
-    offload_opt_states: Annotated[Flag, Key("Move optimizer state to the host.")] = False
-    double_buffer: Annotated[Flag, Key("Two buffers in turn.")] = True
-    symmetric_memory: Annotated[Flag, Key("Gather through symmetric memory.")] = False
-    debug_log: Annotated[Flag, Key("Log the passes.")] = False
-    offload_parameters: Annotated[Flag, Key("Move parameters to the host.")] = False
-    sync_before_reduce: Annotated[Flag, Key("Wait before a reduction.")] = False
-    sync_after_reduce: Annotated[Flag, Key("Wait after a reduction.")] = False
-    sync_before_allgather: Annotated[Flag, Key("Wait before a gather.")] = False
-    sync_after_allgather: Annotated[Flag, Key("Wait after a gather.")] = False
-    keep_int_input_tensors: Annotated[Flag, Key("Keep integer inputs alive.")] = True
-    keep_all_input_tensors: Annotated[Flag, Key("Keep all inputs alive.")] = False
+    deepcompile: Annotated[
+        Flag,
+        Key(
+            "Capture forward and backward as graphs, and plan gathers and reductions in them.",
+            differs=(
+                "In force from `initialize` on, with inductor; `engine.compile` chooses another backend. What cannot "
+                "be compiled goes on with hooks, and `engine.compile_report` says why."
+            ),
+        ),
+    ] = False
+    free_activation: Annotated[
+        Flag, Key("Free activations early.", NO_EFFECT, differs="Graphs always free a value after its last use.")
+    ] = False
+    free_activation_threshold: Annotated[
+        Count,
+        Key(
+            "Bytes of the smallest activation that is freed.",
+            NO_EFFECT,
+            differs="Graphs always free a value after its last use.",
+        ),
+    ] = 10_485_760
+    offload_activation: Annotated[
+        Flag,
+        Key(
+            "Move activations to the host.",
+            PLANNED,
+            feature="moving activations of compiled passes to the host",
+            instead="recompute them: torch.utils.checkpoint works in compiled passes",
+        ),
+    ] = False
+    offload_activation_pin_memory: Annotated[Flag, Key("Into page-locked memory.", NO_EFFECT, differs=_UNMOVED)] = True
+    offload_opt_states: Annotated[
+        Flag,
+        Key(
+            "Move optimizer state to the host where memory is short.",
+            PLANNED,
+            feature="moving optimizer state to the host during compiled passes",
+            instead="split it over more ranks",
+        ),
+    ] = False
+    double_buffer: Annotated[
+        Flag, Key("Two buffers in turn.", NO_EFFECT, differs="It belongs to an extension in C++ of upstream's.")
+    ] = True
+    symmetric_memory: Annotated[
+        Flag, Key("Gather through symmetric memory.", PLANNED, feature="gathers through symmetric memory")
+    ] = False
+    debug_log: Annotated[Flag, Key("Log each plan, at the level `info`.")] = False
+    offload_parameters: Annotated[
+        Flag,
+        Key(
+            "Move parameters to the host.",
+            PLANNED,
+            feature="moving parameters to the host during compiled passes",
+            instead="split them over more ranks",
+        ),
+    ] = False
+    sync_before_reduce: Annotated[Flag, Key("Wait for the device before each gradient is reduced.")] = False
+    sync_after_reduce: Annotated[Flag, Key("Wait for reductions after each gradient.")] = False
+    sync_before_allgather: Annotated[Flag, Key("Wait for the device before each gather.")] = False
+    sync_after_allgather: Annotated[Flag, Key("Wait for each gather where it starts.")] = False
+    keep_int_input_tensors: Annotated[
+        Flag,
+        Key(
+            "Keep integer inputs to run graphs again.", NO_EFFECT, differs="Real passes are measured, none is repeated."
+        ),
+    ] = True
+    keep_all_input_tensors: Annotated[
+        Flag, Key("Keep all inputs for that.", NO_EFFECT, differs="Real passes are measured, none is repeated.")
+    ] = False
     passes: Annotated[
-        tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None, Key("Which passes; null is those of the stage.")
+        tuple[Literal["z1", "z3", "autosp", "autotp"], ...] | None,
+        Key(
+            "Which passes; null is those of the stage. z1 is for stages 1 and 2, z3 for stage 3; others are refused.",
+        ),
     ] = None
-
-    def asking(self) -> tuple[str, ...]:
-        return ("deepcompile",) if self.deepcompile else ()

@@ -366,15 +366,7 @@ class Config(Section):
     hybrid_engine: Annotated[
         HybridEngine, Key("Generation between steps.", PLANNED, feature="generation between steps (hybrid engine)")
     ] = Field(default_factory=HybridEngine)
-    compile: Annotated[
-        Compile,
-        Key(
-            "Compiler passes.",
-            PLANNED,
-            feature="DeepCompile",
-            instead="call torch.compile on the model",
-        ),
-    ] = Field(default_factory=Compile)
+    compile: Annotated[Compile, Key("Communication placed in compiled graphs.")] = Field(default_factory=Compile)
     graph_harvesting: Annotated[Flag, Key("Capture CUDA graphs.", PLANNED, feature="CUDA graphs in the optimizer")] = (
         False
     )
