@@ -439,15 +439,16 @@ class CompiledModule:
         everyone = self._sharded.ranks.everyone
         self._free = _free_bytes(self._sharded.axis.device)
         seconds = self._gathers.seconds
-        for measured in all_gather_object(dict(seconds), everyone):
-            for group, value in measured.items():
+        for measured in all_gather_object(list(seconds.items()), everyone, purpose="measured gathers"):
+            for group, value in measured:
                 seconds[group] = max(value, seconds.get(group, 0.0))
         memory = self._memory()
         variants = [variant for variant in self._variants if variant.made_for and variant.made_for[0] is agreed]
         runs = [task.run(memory) for variant in variants for task in self._tasks(variant, agreed)]
         again = agreed.forward if self._accumulates else [g for g in agreed.forward if g in agreed.backward]
         useful = again if agreed.backward else []
-        votes = all_gather_object(choose_kept(runs, memory.sizes, seconds, useful), everyone)
+        mine = choose_kept(runs, memory.sizes, seconds, useful)
+        votes = all_gather_object(mine, everyone, purpose="buckets to keep until the step")
         agreed.kept = frozenset(votes[0]).intersection(*votes)
         agreed.final = True
 

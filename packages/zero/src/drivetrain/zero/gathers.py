@@ -78,15 +78,15 @@ class Gathers:
             if not bucket.resident
         }
 
-    def start(self, group: int) -> None:
-        """Send for a bucket, unless it is here or on its way."""
+    def start(self, group: int, during: str) -> None:
+        """Send for a bucket, unless it is here or on its way; ``during`` says what asks for it, for errors."""
         if group in self._whole or group in self._pending or self._units[group].live:
             return
         bucket = self._buckets[group]
         if self.synchronous.before_gather:
             wait_for(bucket.full.device)
         began = perf_counter()
-        self._pending[group] = self._exchange.start(bucket)
+        self._pending[group] = self._exchange.start(bucket, during=during)
         self.live_bytes += bucket.numel * bucket.full.element_size()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if self.timed or self.synchronous.after_gather:
@@ -143,10 +143,14 @@ class ForwardGathers:
     """What nodes of forward graphs do."""
 
     def __init__(self, gathers: Gathers) -> None:
-        self.start = gathers.start
+        self._gathers = gathers
         self.wait = gathers.wait
         self.release = gathers.release
         self.keep = gathers.keep
+
+    def start(self, group: int) -> None:
+        """Send for a bucket."""
+        self._gathers.start(group, "compiled forward")
 
     def begin(self) -> None:
         """Nothing: that is for backward."""
@@ -176,9 +180,12 @@ class BackwardGathers:
         self._closes = closes
         self.begin = begin
         self.take = take
-        self.start = gathers.start
         self.wait = gathers.wait
         self.release = gathers.release
+
+    def start(self, group: int) -> None:
+        """Send for a bucket."""
+        self._gathers.start(group, "compiled backward")
 
     def keep(self, group: int) -> None:
         """What was kept for the step goes where the step's last backward pass has read it."""

@@ -85,19 +85,20 @@ class Plans:
     def _handshake(self, mine: int) -> tuple[int, int]:
         """The largest and the smallest of what the ranks say."""
         said = torch.tensor([mine, -mine], dtype=torch.int64, device=self._everyone.device)
-        all_reduce(said, self._everyone, op="max").wait()
+        all_reduce(said, self._everyone, op="max", purpose="handshake of compiled passes").wait()
         largest, negated = said.tolist()
         return largest, -negated
 
     def _exchange_reasons(self, mine: str | None) -> NoReturn:
-        reasons = all_gather_object(mine, self._everyone)
+        reasons = all_gather_object(mine, self._everyone, purpose="reasons to stop compiling")
         given = [(rank, reason) for rank, reason in zip(self._everyone.ranks, reasons, strict=True) if reason]
         rank, reason = given[0]
         raise GiveUpError(reason if len(given) == len(reasons) else f"on rank {rank}, {reason}")
 
     def _exchange_orders(self, mine: Orders) -> None:
         """One plan for the graphs of all ranks: the first rank's order, then what others need besides."""
-        everybody = all_gather_object((list(mine[0]), list(mine[1])), self._everyone)
+        own = (list(mine[0]), list(mine[1]))
+        everybody = all_gather_object(own, self._everyone, purpose="buckets that compiled passes read")
         forward = tuple(dict.fromkeys(group for order, _ in everybody for group in order))
         backward = tuple(dict.fromkeys(group for _, order in everybody for group in order))
         together = (frozenset(forward), frozenset(backward))
