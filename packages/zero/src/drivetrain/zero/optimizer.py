@@ -255,6 +255,7 @@ class ShardedOptimizer:
                 "out of date; leave the context first"
             )
         sharded.hooks.backward.settle()
+        sharded.hooks.forget_calls()
         sharded.residency.release_all()
         sharded.reducer.drain()
         scale = self.scaler.scale
