@@ -9,7 +9,8 @@ import torch
 from parity_models import Model
 from parity_recipe import Feature, Groups, Precision, Refusal, Side
 
-from drivetrain.kernels import Lamb, Lion, Muon
+from drivetrain.kernels import Lamb, Lion, Muon, dequantize, quantize
+from drivetrain.zero import INT8_WEIGHTS
 
 PRECISIONS: Mapping[str, Precision] = {
     p.name: p
@@ -90,6 +91,14 @@ def plain_muon(groups: Groups) -> torch.optim.Optimizer:
 # Hooks ----------------------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def round_frozen_weights(model: Model) -> None:
+    """Values that int8 blocks can hold are held exactly, so both sides train the same model."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.dim() > 1:
+            parameter.copy_(dequantize(quantize(parameter.flatten(), INT8_WEIGHTS)).view_as(parameter))
+
+
 def use_fewer_blocks(side: Side, step: int) -> None:
     for model in side.models:
         model.depth = len(model.blocks) - step % 2
@@ -110,6 +119,11 @@ KEEPS_WHOLE = Refusal(
     stages=(0, 1, 2),
     reason="below stage 3 parameters are whole on every rank, and nothing is gathered in forward and backward",
     text=r"change how parameters are gathered, and ZeRO stage \d keeps them whole; use stage 3, or leave these out",
+)
+SHARDS_ONLY = Refusal(
+    stages=(0, 1, 2),
+    reason="below stage 3 parameters are whole on every rank, and what computes with them reads no int8",
+    text=r"stage \d keeps parameters whole, and only shards of them are held quantised",
 )
 NO_OWNER = Refusal(
     stages=(0,),
@@ -150,6 +164,7 @@ FEATURES: Mapping[str, Feature] = {
     "batch norm": Feature(shape={"batch_norm": True}),
     "dropout": Feature(shape={"dropout": True}),
     "experts": Feature(shape={"experts": True}),
+    "sparse embedding": Feature(shape={"sparse": True}),
     # gradients
     "clipping": Feature(config={"gradient_clipping": 0.3}, plain={"max_norm": 0.3}),
     "sum over ranks": Feature(
@@ -181,6 +196,7 @@ FEATURES: Mapping[str, Feature] = {
     "sent in bf16": Feature(
         config={"communication_data_type": "bf16"}, plain={"wire": torch.bfloat16}, kinds=("format on the wire",)
     ),
+    "sent as rows": Feature(config={"sparse_gradients": True}, shape={"sparse": True}),
     # communication
     "no overlap": Feature(config=zero(overlap_comm=False)),
     "small buckets": Feature(config=zero(reduce_bucket_size=150, allgather_bucket_size=150)),
@@ -219,6 +235,12 @@ FEATURES: Mapping[str, Feature] = {
         tolerance=0.45,
         refused=(NO_OWNER,),
         kinds=("quantised reductions",),
+    ),
+    "frozen in int8": Feature(
+        config=zero(zero_quantized_nontrainable_weights=True),
+        shape={"frozen": True},
+        prepare=round_frozen_weights,
+        refused=(SHARDS_ONLY,),
     ),
     "one rank": Feature(ranks=1),
     "three ranks": Feature(ranks=3),

@@ -28,6 +28,7 @@ class Shape:
         unused: a layer that no forward pass reaches.
         batch_norm: a layer, always in fp32, with buffers that change in forward.
         dropout: blocks drop elements while they train.
+        sparse: the embedding's gradient comes as rows.
         experts: each token goes through the expert that its number says; some have none on some ranks.
     """
 
@@ -40,6 +41,7 @@ class Shape:
     unused: bool = False
     batch_norm: bool = False
     dropout: bool = False
+    sparse: bool = False
     experts: bool = False
 
 
@@ -90,7 +92,7 @@ class Model(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, sparse=shape.sparse)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(3))
         self.scale = nn.Parameter(torch.tensor(0.9)) if shape.small else None
         self.nothing = nn.Parameter(torch.zeros(0)) if shape.empty else None

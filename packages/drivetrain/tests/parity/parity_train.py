@@ -258,12 +258,8 @@ class EngineSide:
     def _make(self) -> Engine:
         """Each rank draws values of its own: those of the first must become everybody's."""
         recipe = self.recipe
-        if recipe.loop.under_init:
-            with Init(self.mesh):
-                model = build(recipe.shape)
-        else:
-            model = build(recipe.shape, 11 + self.rank)
-        recipe.prepare(model)
+        with Init(self.mesh, enabled=recipe.loop.under_init):
+            model = recipe.prepare(build(recipe.shape, 11 if recipe.loop.under_init else 11 + self.rank))
         self.models = [model]
         return initialize(model, recipe.config, mesh=self.mesh, **recipe.given(model))
 
@@ -429,6 +425,6 @@ def _other_steps(found: list[Step], expected: list[Step], bound: float) -> list[
         return wrong
     for field_name, near in (("norm", max(bound, 1e-5)), ("clip", max(bound, 1e-5)), ("lr", 1e-6)):
         pairs = [(getattr(a, field_name), getattr(b, field_name)) for a, b in zip(found, expected, strict=True)]
-        if not all(a == b or not b == b or abs(a - b) <= near * abs(b) for a, b in pairs if math.isfinite(b)):
+        if not all(a == b or b != b or abs(a - b) <= near * abs(b) for a, b in pairs if math.isfinite(b)):
             wrong.append(f"{field_name} is {[a for a, _ in pairs]}, expected {[b for _, b in pairs]}")
     return wrong
