@@ -15,17 +15,19 @@ with ``-m thorough``. One cell alone, say after a failure:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 from parity_cover import pairs_of
 from parity_features import FEATURES, PRECISIONS
 from parity_ranks import MATRIX, run_all
-from parity_recipe import STAGES, Cell, Crew, crew_of, spell_out
+from parity_recipe import STAGES, Cell, Crew, Feature, crew_of, spell_out
 
-MOST = 5
-"""Features of a cell: more make fewer cells, in which it is harder to see what failed."""
+
+def most(features: Sequence[Feature]) -> int:
+    """Features of a cell: more make fewer cells, in which it is harder to see what failed. Four ranks cost most."""
+    return 8 if crew_of(features).ranks == 4 else 5
 
 
 def by_crew(cells: Iterable[Cell]) -> dict[Crew, list[Cell]]:
@@ -35,7 +37,7 @@ def by_crew(cells: Iterable[Cell]) -> dict[Crew, list[Cell]]:
     return dict(sorted(crews.items()))
 
 
-COVERING = by_crew(MATRIX.covering(MOST))
+COVERING = by_crew(MATRIX.covering(most))
 
 
 def assert_all_equal_plain_torch(cells: list[Cell], crew: Crew, folder: Path, seconds: float) -> None:
@@ -44,9 +46,10 @@ def assert_all_equal_plain_torch(cells: list[Cell], crew: Crew, folder: Path, se
     assert not wrong, f"{len(wrong)} of {len(cells)} cells differ from plain torch:\n\n{report}"
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("crew", COVERING, ids=str)
 def test_every_pair_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
-    assert_all_equal_plain_torch(COVERING[crew], crew, tmp_path, 110)
+    assert_all_equal_plain_torch(COVERING[crew], crew, tmp_path, 280)
 
 
 FIRSTS = ("alone", *FEATURES)

@@ -29,6 +29,8 @@ from drivetrain.engine.assemble import zero_policy
 from drivetrain.engine.config import load
 from drivetrain_testkit import relative_error, run_ranks
 
+pytestmark = pytest.mark.timeout(300)  # the first test of each half waits for all cells, or all scenes
+
 # Combinations ---------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +131,7 @@ def cells_of(ranks: int) -> list[Cell]:
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     found: dict[str, str] = {}
     for ranks in (2, 3):
-        found |= run_all(cells_of(ranks), Crew(ranks), tmp_path_factory.mktemp(f"of-{ranks}"), 110)
+        found |= run_all(cells_of(ranks), Crew(ranks), tmp_path_factory.mktemp(f"of-{ranks}"), 280)
     return found
 
 
@@ -309,7 +311,7 @@ def play_all(rank: int, world_size: int, folder: str) -> Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    return run_ranks(play_all, 2, str(tmp_path_factory.mktemp("scenes")), timeout=110)
+    return run_ranks(play_all, 2, str(tmp_path_factory.mktemp("scenes")), timeout=280)
 
 
 def test_ranks_may_make_their_gradients_in_different_orders(outcomes: list[Outcome]) -> None:

@@ -56,9 +56,9 @@ class Matrix:
         found += [frozenset(pair) for pair in combinations(self.features, 2) if self.fits(pair)]
         return found
 
-    def covering(self, most: int) -> list[Cell]:
-        """Cells of at most ``most`` features that hold every pair which some cell can be trained with, and one cell for
-        every pair that is refused whatever is beside it, and for every refusal."""
+    def covering(self, most: Callable[[Sequence[Feature]], int]) -> list[Cell]:
+        """Cells that hold every pair which some cell can be trained with, and one cell for every pair that is refused
+        whatever is beside it, and for every refusal. A cell grows to at most ``most(its features)`` features."""
         cells: list[Cell] = []
         missing = dict.fromkeys(self.pairs())
         while missing:
@@ -93,7 +93,7 @@ class Matrix:
                     return cell
         return None
 
-    def _grow(self, pair: Pair, missing: Mapping[Pair, None], most: int) -> Cell | None:
+    def _grow(self, pair: Pair, missing: Mapping[Pair, None], most: Callable[..., int]) -> Cell | None:
         """The cell around ``pair`` that covers most of what is missing, built greedily."""
         best: Cell | None = None
         fewest = -1
@@ -104,7 +104,7 @@ class Matrix:
                 gain = sum(p in missing for p in pairs_of(cell))
                 if gain > fewest and not self.refusals(cell):
                     best, fewest = cell, gain
-        while best is not None and len(best.features) < most:
+        while best is not None and len(best.features) < most([self.features[name] for name in best.features]):
             wider = self._widened(best, missing)
             if wider is None:
                 break

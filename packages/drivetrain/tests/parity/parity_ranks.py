@@ -24,7 +24,7 @@ from drivetrain.kernels import SharedMemoryGroup
 from drivetrain_testkit import run_ranks
 
 MATRIX = Matrix(PRECISIONS, FEATURES)
-_PATIENCE = timedelta(seconds=60)
+_PATIENCE = timedelta(seconds=120)
 """How long a rank that is through with a cell waits for the others before it takes the run for lost."""
 
 
