@@ -87,11 +87,11 @@ class Run:
 
     def load(self, directory: str) -> None:
         manifest = open_checkpoint(directory).manifest
-        stored: dict[str, set[str]] = {}
-        for name in manifest.tensors:
+        stored: dict[str, dict[str, torch.Size]] = {}
+        for name, tensor in manifest.tensors.items():
             if name.startswith(OPTIMIZER):
                 parameter, key = name.removeprefix(OPTIMIZER).rsplit("/", 1)
-                stored.setdefault(parameter, set()).add(key)
+                stored.setdefault(parameter, {})[key] = torch.Size(tensor.shape)
         self.optimizer.prepare_state(stored, manifest.metadata["schema"])
         loaded = load(directory, tensors=self.weights() | self.state("load"), axis=self.axis)
         assert loaded.report.unexpected == ()

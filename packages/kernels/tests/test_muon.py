@@ -91,6 +91,17 @@ def test_zeros_empties_and_nan(form: NewtonSchulzForm) -> None:
     assert bool(huge.isfinite().all())
 
 
+def test_a_matrix_without_elements_takes_no_step() -> None:
+    empties = [torch.nn.Parameter(torch.empty(shape)) for shape in ((2, 0), (0, 3))]
+    full = torch.nn.Parameter(torch.ones(3, 2))
+    for param in (*empties, full):
+        param.grad = torch.ones_like(param)
+    Muon([*empties, full], lr=0.1).step()
+    assert [tuple(param.shape) for param in empties] == [(2, 0), (0, 3)]
+    assert full.isfinite().all()
+    assert not torch.equal(full, torch.ones(3, 2))
+
+
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected a matrix .* found shape \(3,\)"):
         orthogonalize(torch.ones(3))

@@ -1,4 +1,8 @@
-"""Every stage against plain torch in one process, and against the other stages bit by bit."""
+"""Every stage against plain torch in one process, and against the other stages bit by bit.
+
+The engine's tests hold a matrix of combinations against plain torch; here the stages are held against each other, where
+no rounding hides anything, and over more steps.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from drivetrain.comm import Mesh, init
 from drivetrain.zero import Policy, ShardedOptimizer, shard
 from drivetrain_testkit import relative_error, run_ranks
 
-STEPS = 20
+STEPS = 8
 BATCH = 12  # divisible by 1, 2, 3 and 4 ranks
 
 
@@ -164,10 +168,32 @@ FEATURES = {
 }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def trained(request: pytest.FixtureRequest) -> list[dict[str, Trained]]:
-    cases = {f"{feature} {stage}": Case(stage=stage, **FEATURES[feature]) for feature in FEATURES for stage in range(4)}
-    return run_ranks(train_sharded, request.param, cases, timeout=110)
+ACCUMULATING = [feature for feature in FEATURES if "accumulation" in FEATURES[feature]]
+ALIKE = {
+    f"alike, {feature} {stage}": Case(stage=stage, **{**FEATURES[feature], "reduce_every_micro_batch": True})
+    for feature in ACCUMULATING
+    for stage in range(4)
+}
+TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
+HALF = {f"{dtype} {stage}": Case(stage=stage, dtype=dtype) for dtype in TOLERANCES for stage in range(4)}
+WORLDS = {1: ("plain", "all"), 2: tuple(FEATURES), 3: ("plain", "tied", "all"), 4: ("plain", "all")}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[int, list[dict[str, Trained]]]:
+    """By number of ranks, what each rank found."""
+    found = {}
+    for world_size, features in WORLDS.items():
+        cases = {f"{name} {stage}": Case(stage=stage, **FEATURES[name]) for name in features for stage in range(4)}
+        if world_size == 2:
+            cases |= ALIKE | HALF
+        found[world_size] = run_ranks(train_sharded, world_size, cases, timeout=110)
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracles() -> dict[str, Trained]:
+    return {feature: train_plain(Case(**options)) for feature, options in FEATURES.items()}
 
 
 def assert_stages_agree_bitwise(ranks: list[dict[str, Trained]], feature: str) -> None:
@@ -181,40 +207,38 @@ def assert_stages_agree_bitwise(ranks: list[dict[str, Trained]], feature: str) -
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_equals_plain_torch(trained: list[dict[str, Trained]], feature: str) -> None:
-    oracle, norms = train_plain(Case(**FEATURES[feature]))
-    for found in trained:
-        for stage in range(4):
-            parameters, found_norms = found[f"{feature} {stage}"]
-            assert parameters.keys() == oracle.keys()
-            assert relative_error(joined(parameters), joined(oracle)) < 1e-6, f"stage {stage}"
-            assert found_norms == pytest.approx(norms, rel=1e-5)
+def test_equals_plain_torch(
+    trained: dict[int, list[dict[str, Trained]]], oracles: dict[str, Trained], feature: str
+) -> None:
+    oracle, norms = oracles[feature]
+    for world_size in (size for size, features in WORLDS.items() if feature in features):
+        for found in trained[world_size]:
+            for stage in range(4):
+                parameters, found_norms = found[f"{feature} {stage}"]
+                assert parameters.keys() == oracle.keys()
+                error = relative_error(joined(parameters), joined(oracle))
+                assert error < 1e-6, f"stage {stage} on {world_size} ranks"
+                assert found_norms == pytest.approx(norms, rel=1e-5)
 
 
 @pytest.mark.parametrize("feature", [feature for feature in FEATURES if "accumulation" not in FEATURES[feature]])
-def test_stages_agree_bitwise(trained: list[dict[str, Trained]], feature: str) -> None:
-    assert_stages_agree_bitwise(trained, feature)
+def test_stages_agree_bitwise(trained: dict[int, list[dict[str, Trained]]], feature: str) -> None:
+    for world_size in (size for size, features in WORLDS.items() if feature in features):
+        assert_stages_agree_bitwise(trained[world_size], feature)
 
 
-def test_stages_agree_bitwise_when_they_accumulate() -> None:
+def test_stages_agree_bitwise_when_they_accumulate(trained: dict[int, list[dict[str, Trained]]]) -> None:
     """With accumulation the order of additions is part of the arithmetic, so all stages are told to reduce alike."""
-    accumulating = [feature for feature in FEATURES if "accumulation" in FEATURES[feature]]
-    cases = {
-        f"{feature} {stage}": Case(stage=stage, **{**FEATURES[feature], "reduce_every_micro_batch": True})
-        for feature in accumulating
-        for stage in range(4)
-    }
-    ranks = run_ranks(train_sharded, 2, cases)
-    for feature in accumulating:
-        assert_stages_agree_bitwise(ranks, feature)
+    for feature in ACCUMULATING:
+        assert_stages_agree_bitwise(trained[2], f"alike, {feature}")
 
 
-def test_half_precision_with_fp32_masters_stays_near() -> None:
-    oracle, _ = train_plain(Case())
-    tolerances = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
-    cases = {f"{dtype} {stage}": Case(stage=stage, dtype=dtype) for dtype in tolerances for stage in range(4)}
-    for found in run_ranks(train_sharded, 2, cases):
-        for key, (parameters, _) in found.items():
-            dtype = cases[key].dtype
-            assert all(value.dtype == dtype for value in parameters.values())
-            assert relative_error(joined(parameters).float(), joined(oracle)) < tolerances[dtype], key
+def test_half_precision_with_fp32_masters_stays_near(
+    trained: dict[int, list[dict[str, Trained]]], oracles: dict[str, Trained]
+) -> None:
+    oracle, _ = oracles["plain"]
+    for found in trained[2]:
+        for key, case in HALF.items():
+            parameters, _ = found[key]
+            assert all(value.dtype == case.dtype for value in parameters.values())
+            assert relative_error(joined(parameters).float(), joined(oracle)) < TOLERANCES[case.dtype], key

@@ -133,7 +133,7 @@ def _members(groups: list[dict[str, Any]]) -> list[list[str]]:
 def prepare_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> None:
     """Allocate the state that ``stored`` holds, but of parameters that have another shape now: theirs starts anew."""
     shapes = {name: part.shape for name, part in optimizer.sharded.model_slices().items()}
-    keys: dict[str, set[str]] = {}
+    keys: dict[str, dict[str, torch.Size]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name, tensor in stored.manifest.tensors.items():
         if name.startswith(MODEL):
@@ -143,7 +143,7 @@ def prepare_optimizer(optimizer: ShardedOptimizer, stored: StoredCheckpoint) -> 
             parameter, _, key = entry.rpartition("/")
             weight = stored.manifest.tensors.get(MODEL + parameter)
             if weight is None or weight.shape == shapes.get(parameter):
-                keys.setdefault(parameter, set()).add(key)
+                keys.setdefault(parameter, {})[key] = torch.Size(tensor.shape)
                 dtypes[entry] = tensor.dtype
     optimizer.prepare_state(keys, stored.manifest.metadata["optimizer"]["schema"], dtypes)
 

@@ -189,10 +189,10 @@ class MuonRule:
                 )
 
     def scaled_lr(self, rows: int, columns: int) -> float:
-        """The learning rate of a matrix of this shape."""
+        """The learning rate of a matrix of this shape, which may have no elements."""
         if self.scale == "match_rms_adamw":
             return self.lr * 0.2 * math.sqrt(max(rows, columns))
-        return self.lr * math.sqrt(max(1.0, rows / columns))
+        return self.lr * math.sqrt(max(1.0, rows / max(1, columns)))
 
 
 def _corrections(beta1: float, beta2: float, step: int, wanted: bool) -> tuple[float, float]:

@@ -271,7 +271,9 @@ def shard(
     )
     buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
     residency = Residency(units, policy, presence)
-    reducer = GradientReducer(buckets, GradientExchange(policy, ranks), ranks, overlap=policy.overlap)
+    exchange = GradientExchange(policy, ranks)
+    gathers = sum(not unit.resident for unit in units) > 1  # the gather of a single one precedes all of backward
+    reducer = GradientReducer(buckets, exchange, ranks, overlap=policy.overlap, gathers=gathers)
     return ShardedModule(module, policy, ranks, units, residency, parameters, reducer)
 
 

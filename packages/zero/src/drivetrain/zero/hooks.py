@@ -14,6 +14,10 @@ read its parameters, so a unit that went too early comes back (at a cost) instea
 
 A call is open from the gradient of its first output to that of its last input, and a unit stays while one is. That is
 needed for safety too: a module that holds parameters directly may read them long after its output's hook has run.
+
+Entering a unit in backward is also where ranks agree that those entered before have given all their gradients, whatever
+has not come: see the note in `reducer`. What they go by, the calls, is the same on all ranks; what arrives need not be.
+
 Recomputation (activation checkpointing, both kinds) runs forward hooks inside backward. There a forward call does not
 release: the backward that it is for comes next. The non-reentrant kind recomputes for a call that is open, on a graph
 that nobody runs backward; the reentrant kind, whose first forward pass had no graph, opens the recomputed call.
@@ -177,6 +181,8 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._unit_handles: list[RemovableHandle] = []
         self._copies: dict[int, CastCopies] = {}  # by unit
+        self._entered: dict[Unit, tuple[int, ...]] = {}  # units that this backward pass has reached, and their lanes
+        self._lanes_of: dict[Unit, tuple[int, ...]] = {}
         self._accumulators: list[Node] = []  # autograd forgets one that nobody holds, and its hooks with it
         self.backward = BackwardPass(self._begin_backward, self._end_backward, self._abandon_backward)
         self._install()
@@ -188,6 +194,7 @@ class Hooks:
         self.resume()
         lane = 0
         for unit in self._units:
+            first = lane
             for bucket in unit.buckets:
                 if bucket.trainable:
                     for index, slot in enumerate(bucket.slots):
@@ -195,6 +202,7 @@ class Hooks:
                         self._accumulators.append(node)
                         add(node.register_prehook(self._taker(unit, lane, index)))
                     lane += 1
+            self._lanes_of[unit] = tuple(range(first, lane))
 
     def suspend(self) -> None:
         """Leave it to others to bring parameters in. Gradients and the ends of passes are seen to as before."""
@@ -322,6 +330,9 @@ class Hooks:
                 # An input that is handed on as it came owes nothing to the parameters.
                 if (id(tensor), tensor._version) not in unit.call.given:
                     tensor.register_hook(before_backward)
+            if watched and not inside_backward():
+                unit.ahead += 1
+                unit.call.ahead = True
             if inside_backward() or (module is self._root and watched):
                 return
             # Outputs may hide their tensors from us, and backward come unseen: then the unit stays until it has.
@@ -364,6 +375,7 @@ class Hooks:
         for unit in self._units:
             unit.missing = unit.trainable_count
             unit.open_calls.clear()
+        self._entered.clear()
 
     def _on_root_gradient(self, gradient: torch.Tensor) -> None:
         self.backward.enter()
@@ -376,11 +388,29 @@ class Hooks:
             if call.last_pass != self.backward.number:
                 call.last_pass, call.waiting = self.backward.number, call.inputs
                 unit.open_calls.add(call)
+                self._enter(unit, call)
                 self._residency.need(unit, Phase.BACKWARD)
             elif not unit.live:
                 self._residency.restore(unit)
 
         return before_backward
+
+    def _enter(self, unit: Unit, call: Call) -> None:
+        """A backward pass comes to ``call`` of ``unit``: it is through with units that have no other call ahead."""
+        if call.ahead:
+            call.ahead = False
+            unit.ahead = max(0, unit.ahead - 1)
+        through = [other for other in self._entered if other is not unit and not other.ahead]
+        lanes = [lane for other in through for lane in self._entered.pop(other)]
+        if self._root not in unit.modules:
+            self._entered[unit] = self._lanes_of[unit]
+        if lanes:
+            self._reducer.due(lanes, reduces=self._reduces())
+
+    def forget_calls(self) -> None:
+        """The optimizer steps: no backward pass comes to the calls made so far."""
+        for unit in self._units:
+            unit.ahead = 0
 
     def _owner_watcher(self, unit: Unit) -> Callable[[torch.Tensor], None]:
         def before_backward(gradient: torch.Tensor) -> None:

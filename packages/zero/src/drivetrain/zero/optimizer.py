@@ -255,6 +255,7 @@ class ShardedOptimizer:
                 "out of date; leave the context first"
             )
         sharded.hooks.backward.settle()
+        sharded.hooks.forget_calls()
         sharded.residency.release_all()
         sharded.reducer.drain()
         scale = self.scaler.scale
@@ -446,7 +447,7 @@ class ShardedOptimizer:
 
     def prepare_state(
         self,
-        stored: Mapping[str, set[str]],
+        stored: Mapping[str, Mapping[str, torch.Size]],
         schema: Mapping[str, Mapping[str, str]],
         saved_as: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
@@ -458,7 +459,7 @@ class ShardedOptimizer:
         like them.
 
         Args:
-            stored: for each parameter name, the keys that a checkpoint holds of it.
+            stored: for each parameter name, the keys that a checkpoint holds of it, with the shapes there.
             schema: what `state_schema` said of the keys.
             saved_as: dtypes in the checkpoint, of parameters by name and of their state by ``<parameter>/<key>``; where
                 there is none, the parameter's own and the schema's.
@@ -467,7 +468,7 @@ class ShardedOptimizer:
         self._scalars.clear()
         for _, part, _ in self._parts():
             name = part.slot.name
-            for key in stored.get(name, set()):
+            for key, shape in stored.get(name, {}).items():
                 kind, dtype = schema[key]["kind"], getattr(torch, schema[key]["dtype"])
                 state = self.optimizer.state[part.tensor]
                 if kind == "elementwise":
@@ -476,8 +477,8 @@ class ShardedOptimizer:
                     wanted = self._state_dtype(part.tensor, saved, same_master=same_master)
                     state[key] = torch.zeros_like(part.tensor, dtype=wanted)
                 elif kind == "tensor":
-                    device = part.tensor.device if self._scalars_on_device(part) else "cpu"
-                    state[key] = torch.zeros((), dtype=dtype, device=device)
+                    device = part.tensor.device if shape or self._scalars_on_device(part) else "cpu"
+                    state[key] = torch.zeros(shape, dtype=dtype, device=device)
                 else:
                     state[key] = {"int": 0, "float": 0.0, "bool": False}[kind]
                     self._scalars[part.tensor, key] = torch.zeros((), dtype=dtype)
@@ -505,11 +506,9 @@ class ShardedOptimizer:
             for key, value in self.optimizer.state.get(part.tensor, {}).items():
                 name, kind = f"{part.slot.name}/{key}", _kind(key, value, part.tensor)
                 if kind != "elementwise":
-                    scalar = value if kind == "tensor" else self._scalar(part.tensor, key, value)
+                    whole = value if kind == "tensor" else self._scalar(part.tensor, key, value)
                     first = own.numel > 0 and own.start == 0
-                    slices[name] = FlatSlice(
-                        data=scalar.view(-1), offset=0, shape=torch.Size(()), writes=first and writes
-                    )
+                    slices[name] = FlatSlice(data=whole.view(-1), offset=0, shape=whole.shape, writes=first and writes)
                 elif bucket.split or purpose == "load":
                     slices[name] = FlatSlice(
                         data=value.view(-1),

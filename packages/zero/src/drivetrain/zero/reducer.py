@@ -11,12 +11,18 @@ The fixed order starts as the reverse of the model's, and becomes rank 0's obser
 
 Buckets whose gradients are rows are sent when the pass is over: ranks then wait for each other to learn how many rows
 there are, which within a pass might be for ever, and embeddings have their gradients last anyway.
+
+[Note: Waiting for each other] Where parameters are gathered in backward, a rank that waits for a reduction keeps others
+waiting for its part of the next gather. One of them may hold back its part of the reduction until the pass ends,
+because a bucket stays short there (an expert that got no token): a deadlock. So all ranks pass the same marks, the
+gathers, and before each of them send what is `due`, full or not. Whoever has passed a mark may wait for what was due at
+it, and for nothing else until the pass ends.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,16 +67,21 @@ class GradientReducer:
         exchange: how a bucket is reduced.
         ranks: the ranks that train.
         overlap: send buckets during backward rather than at its end.
+        gathers: parameters are gathered in backward; then `due` is called.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], exchange: GradientExchange, ranks: Ranks, *, overlap: bool) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], exchange: GradientExchange, ranks: Ranks, *, overlap: bool, gathers: bool
+    ) -> None:
         self._lanes = [_Lane(bucket, _gaps(bucket)) for bucket in buckets]
         self._exchange = exchange
         self._ranks = ranks
         self._overlap = overlap
+        self._gathers = gathers
         self._rows = [index for index, bucket in enumerate(buckets) if bucket.row_width is not None]
         self._order = [index for index in reversed(range(len(buckets))) if index not in self._rows]
-        self._turn = 0
+        self._turn = 0  # how many of the order have been sent in this pass
+        self._due = 0  # how many of the order all ranks send before they wait for anything else
         self._observed: list[int] = []
         self._agreed = len(self._order) < 2
         self._pending: deque[Pending] = deque()
@@ -100,7 +111,7 @@ class GradientReducer:
             if not self._agreed and lane_index not in self._observed:
                 self._observed.append(lane_index)
             if self._overlap:
-                self._send_in_turn(only_full=True)
+                self._send_in_turn(0)
 
     def _take_rows(self, bucket: Bucket, gradient: torch.Tensor) -> None:
         if bucket.local is None:
@@ -122,14 +133,27 @@ class GradientReducer:
         bucket.local = torch.empty(bucket.numel, dtype=dtype, device=self._ranks.shard.device)
         lane.filled = [False] * len(bucket.slots)
 
+    def due(self, lanes: Collection[int], *, reduces: bool) -> None:
+        """No gradient of ``lanes`` is expected any more in this pass: send them, and what is before them in the order.
+
+        All ranks call it with the same lanes at the same place of the pass, before a gather. A gradient that comes
+        nevertheless is late, not lost.
+        """
+        if not (reduces and self._overlap):
+            return
+        end = max((place + 1 for place, index in enumerate(self._order) if index in lanes), default=0)
+        self._due = max(self._due, end)
+        self._send_in_turn(self._due)
+
     def finish_backward(self, *, reduces: bool, closes: bool) -> None:
         """The backward pass has ended: send what has not been sent, and if it closes the step, tell the replicas."""
+        self._due = len(self._order)
         if reduces:
-            self._send_in_turn(only_full=False)
+            self._send_in_turn(self._due)
             self._send_rows(self._rows)
             if closes:
                 self.average_replicas()
-        self._turn = 0
+        self._turn = self._due = 0
         for lane in self._lanes:
             lane.arrived.clear()
             lane.sent = False
@@ -140,10 +164,11 @@ class GradientReducer:
         self.drain()
         self.clear()
 
-    def _send_in_turn(self, *, only_full: bool) -> None:
+    def _send_in_turn(self, until: int) -> None:
+        """Send the first ``until`` of the order, and those after them that are full."""
         while self._turn < len(self._order):
             lane = self._lanes[self._order[self._turn]]
-            if only_full and not lane.full:
+            if self._turn >= until and not lane.full:
                 return
             self._turn += 1
             lane.sent = True
@@ -170,10 +195,16 @@ class GradientReducer:
 
     def _make_way(self, bucket: Bucket) -> None:
         """Before ``bucket`` is sent: finish what must not be under way at the same time."""
-        while len(self._pending) >= IN_FLIGHT or any(pending.bucket is bucket for pending in self._pending):
+        while (self._may_wait and len(self._pending) >= IN_FLIGHT) or any(p.bucket is bucket for p in self._pending):
             self._pending.popleft().wait()
         self._finish_averaging()
         self._exchange.reopen(bucket)
+
+    @property
+    def _may_wait(self) -> bool:
+        """Whether all ranks are bound to send what the oldest reduction under way waits for; see the note."""
+        early = max(0, self._turn - 1 - self._due) if self._gathers else 0
+        return len(self._pending) > early
 
     def drain(self) -> None:
         """Block until every reduction under way has completed."""

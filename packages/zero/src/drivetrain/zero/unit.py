@@ -19,6 +19,7 @@ class Call:
         inputs: how many there are; each tells when it has its gradient.
         waiting: those that the current backward pass has not reached.
         last_pass: number of the last backward pass that reached an output.
+        ahead: it counts among its unit's ``ahead``.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class Call:
         self.inputs = 0
         self.waiting = 0
         self.last_pass = 0
+        self.ahead = False
 
 
 class Presence:
@@ -51,6 +53,7 @@ class Unit:
         open_calls: calls that the current backward pass has entered by an output and not left by all inputs.
         unseen: there was a call whose outputs hide their tensors, so that backward comes without a sign.
         missing: gradients of parameters still to come in this backward pass.
+        ahead: calls of this step, made in forward, that no backward pass has reached.
         pins: how many contexts ask for the parameters to stay whole.
     """
 
@@ -76,6 +79,7 @@ class Unit:
         self.open_calls: set[Call] = set()
         self.unseen = False
         self.missing = 0
+        self.ahead = 0
         self.pins = 0
         self._handles: list[Waitable] | None = None
 
