@@ -31,7 +31,7 @@ def test_the_rank_that_differs_is_of_the_fewest() -> None:
 def test_a_mismatch_groups_ranks_that_agree() -> None:
     text = mismatch_text("axis 'shard'", 7, {2: "x", 0: "x", 1: "y"}, during="forward")
     assert text.splitlines()[:3] == [
-        "the ranks issued different collectives as number 7 of axis 'shard', here in forward.",
+        "the ranks issued different collectives as number 7 of axis 'shard', here in forward. Rank 1 left the others.",
         "  ranks 0 and 2: issued x",
         "  rank 1: issued y",
     ]

@@ -97,9 +97,12 @@ def mismatch_text(title: str, number: int, labels: Mapping[int, str], *, during:
     ``during``: what this rank did it in.
     """
     here = f", here in {during}" if during else ""
-    lines = [f"the ranks issued different collectives as number {number} of {title}{here}."]
-    lines += _listed([(f"issued {label}", ranks) for label, ranks in grouped(dict(sorted(labels.items())))])
-    return "\n".join([*lines, SAME_CALLS])
+    groups = sorted(grouped(dict(sorted(labels.items()))), key=lambda group: group[1])
+    fewest, *more = sorted((ranks for _, ranks in groups), key=len)
+    parted = bool(more) and len(fewest) < len(more[0])
+    odd = f" {ranks_text(fewest).capitalize()} left the others." if parted else ""
+    head = f"the ranks issued different collectives as number {number} of {title}{here}.{odd}"
+    return "\n".join([head, *_listed([(f"issued {label}", ranks) for label, ranks in groups]), SAME_CALLS])
 
 
 def hang_text(title: str, number: int, call: str, states: Mapping[int, RankState | None]) -> str:
