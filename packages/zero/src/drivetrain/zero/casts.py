@@ -165,7 +165,9 @@ class CastCopies:
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             return
         weight = module.weight
-        if weight.requires_grad or id(weight) not in self._weights or not isinstance(output, torch.Tensor):
+        if not isinstance(weight, nn.Parameter) or weight.requires_grad or id(weight) not in self._weights:
+            return
+        if not isinstance(output, torch.Tensor):
             return
         way = _way_back(output.grad_fn)
         if way and way[-1].name() in _WEIGHT_OF_LINEAR:
@@ -178,17 +180,17 @@ class CastCopies:
             self._replace(node, _WEIGHT_OF_LINEAR[node.name()], weight, partial(_transposed, weight=weight))
         self._frozen.clear()
         seen: set[Node] = set()
-        todo = [tensor.grad_fn for tensor in outputs]
+        todo: list[Node | None] = [tensor.grad_fn for tensor in outputs]
         while todo:
-            node = todo.pop()
-            if node is None or node in seen or node._sequence_nr() < self._began:
+            reached = todo.pop()
+            if reached is None or reached in seen or reached._sequence_nr() < self._began:
                 continue
-            seen.add(node)
-            operands = _OPERANDS.get(node.name(), {})
-            for index, (edge, _) in enumerate(node.next_functions):
+            seen.add(reached)
+            operands = _OPERANDS.get(reached.name(), {})
+            for index, (edge, _) in enumerate(reached.next_functions):
                 todo.append(edge)
                 if index in operands:
-                    self._replace_converted(node, operands[index], _way_back(edge))
+                    self._replace_converted(reached, operands[index], _way_back(edge))
 
     def _replace_converted(self, node: Node, name: str, way: list[Node]) -> None:
         weight = getattr(way.pop(), "variable", None) if way else None
@@ -203,7 +205,7 @@ class CastCopies:
         def pack(saved: torch.Tensor) -> torch.Tensor | _Recipe:
             if saved.dtype == weight.dtype or not is_copy(saved):
                 return saved
-            return _Recipe(weight, weight._version, saved.dtype, saved.shape, saved.stride(), saved.storage_offset())
+            return _Recipe(weight, weight._version, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
 
         def unpack(kept: torch.Tensor | _Recipe) -> torch.Tensor:
             if isinstance(kept, torch.Tensor):

@@ -142,8 +142,9 @@ class TiledLinear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw values from the distribution of ``torch.nn.Linear`` of this size: tile by tile, so not the same ones."""
-        for tile in self.tiles:
-            tile.reset_parameters()
+        for j in range(len(self._out_sizes)):
+            for i in range(len(self._in_sizes)):
+                self._tile(i, j).reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [..., in_features] to [..., out_features]."""
