@@ -40,13 +40,13 @@ class Matrix:
         return [r for name in cell.features for r in self.features[name].refused if r.applies(cell)]
 
     def product(self) -> Iterator[Cell]:
-        """Every stage and precision with no feature, each feature, and each pair of features."""
+        """Every stage and precision with no feature, each feature and (for most precisions) each pair of features."""
         chosen = [(), *((name,) for name in self.features), *combinations(self.features, 2)]
         for features in chosen:
-            if self.fits(features):
-                for precision in self.precisions:
+            for name, precision in self.precisions.items():
+                if self.fits(features) and (precision.in_product or len(features) < 2):
                     for stage in STAGES:
-                        yield Cell(stage, precision, features)
+                        yield Cell(stage, name, features)
 
     def pairs(self) -> list[Pair]:
         """All pairs of values that some cell has, in a fixed order."""

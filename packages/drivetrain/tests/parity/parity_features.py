@@ -12,27 +12,79 @@ from parity_recipe import Feature, Groups, Precision, Refusal, Side
 from drivetrain.kernels import Lamb, Lion, Muon, dequantize, quantize
 from drivetrain.zero import INT8_WEIGHTS
 
+
+def fp16(**keys: Any) -> dict[str, Any]:
+    return {"fp16": {"enabled": True, **keys}}
+
+
+def bf16(**keys: Any) -> dict[str, Any]:
+    return {"bf16": {"enabled": True, **keys}}
+
+
+def autocast(dtype: str) -> dict[str, Any]:
+    return {"torch_autocast": {"enabled": True, "dtype": dtype}}
+
+
+DYNAMIC = {"initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 2}
+"""Overflows in the first steps, and grows again."""
+
 PRECISIONS: Mapping[str, Precision] = {
-    p.name: p
-    for p in (
+    precision.name: precision
+    for precision in (
         Precision(name="fp32", tolerance=5e-5),
-        Precision(name="bf16", config={"bf16": {"enabled": True}}, dtype=torch.bfloat16, tolerance=1e-2),
+        Precision(name="bf16", config=bf16(), dtype=torch.bfloat16, tolerance=1e-2),
         Precision(
             name="fp16 static",
-            config={"fp16": {"enabled": True, "loss_scale": 128}},
+            config=fp16(loss_scale=128),
             dtype=torch.float16,
             scale=128.0,
             tolerance=2e-3,
+            in_product=False,
         ),
         Precision(
-            name="fp16 dynamic",  # overflows in the first steps
-            config={
-                "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1, "loss_scale_window": 2},
-            },
+            name="fp16 dynamic",
+            config=fp16(**DYNAMIC),
             dtype=torch.float16,
             scale=2.0**20,
             dynamic=True,
             tolerance=2e-3,
+        ),
+        Precision(name="autocast bf16", config=autocast("bf16"), autocast=torch.bfloat16, tolerance=1e-2),
+        Precision(
+            name="autocast fp16",
+            config={**autocast("fp16"), "fp16": DYNAMIC},
+            autocast=torch.float16,
+            scale=2.0**20,
+            dynamic=True,
+            tolerance=2e-3,
+            in_product=False,
+        ),
+        Precision(
+            name="bf16 without masters",
+            config=bf16(bf16_master_weights_and_grads=True),
+            dtype=torch.bfloat16,
+            rounds_masters=True,
+            tolerance=0.1,
+            in_product=False,
+        ),
+        Precision(
+            name="bf16 throughout",
+            config=bf16(bf16_master_weights_and_grads=True, bf16_optimizer_states=True),
+            dtype=torch.bfloat16,
+            rounds_masters=True,
+            rounds_moments=True,
+            tolerance=0.1,
+            in_product=False,
+        ),
+        Precision(
+            name="fp16 without masters",
+            config=fp16(**DYNAMIC, fp16_master_weights_and_grads=True),
+            dtype=torch.float16,
+            scale=2.0**20,
+            dynamic=True,
+            rounds_masters=True,
+            tolerance=3e-2,
+            in_product=False,
         ),
     )
 }
@@ -136,6 +188,17 @@ SLICES = Refusal(
     text=r"Adafactor is not known to update each element on its own, and ZeRO stage \d gives an optimizer slices",
 )
 
+TORCH_MOMENTS = Refusal(
+    precisions=("bf16 without masters", "fp16 without masters"),
+    reason="torch's optimizers keep moments in the format of the weights, and the configuration asks for fp32",
+    text=r"asks for optimizer moments in torch\.float32 over master weights in .*, and \w+ keeps them in",
+)
+GRADIENTS_TOO = Refusal(
+    precisions=("fp16 without masters",),
+    reason="the key is about master weights and gradients",
+    text="fp16_master_weights_and_grads keeps gradients in fp16, not in fp32",
+)
+
 QUANTISED_GRADIENTS = zero(zero_quantized_gradients=True)
 
 FEATURES: Mapping[str, Feature] = {
@@ -189,7 +252,9 @@ FEATURES: Mapping[str, Feature] = {
             ),
         ),
     ),
-    "added in fp32": Feature(config={"data_types": {"grad_accum_dtype": "fp32"}}, plain={"kept": torch.float32}),
+    "added in fp32": Feature(
+        config={"data_types": {"grad_accum_dtype": "fp32"}}, plain={"kept": torch.float32}, refused=(GRADIENTS_TOO,)
+    ),
     "sent in fp32": Feature(
         config={"communication_data_type": "fp32"}, plain={"wire": torch.float32}, kinds=("format on the wire",)
     ),
@@ -217,22 +282,22 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "second copies (hpZ)": Feature(config=zero(zero_hpz_partition_size=2), ranks=4, refused=(KEEPS_WHOLE,)),
     "quantised gathers (qwZ)": Feature(
-        config=zero(zero_quantized_weights=True), tolerance=0.15, refused=(KEEPS_WHOLE,)
+        config=zero(zero_quantized_weights=True), tolerance=0.05, refused=(KEEPS_WHOLE,)
     ),
     "quantised reductions (qgZ)": Feature(
-        config=QUANTISED_GRADIENTS, tolerance=0.45, refused=(NO_OWNER,), kinds=("quantised reductions",)
+        config=QUANTISED_GRADIENTS, tolerance=0.25, refused=(NO_OWNER,), kinds=("quantised reductions",)
     ),
     "quantised over two hosts": Feature(
         config=QUANTISED_GRADIENTS,
         ranks=4,
         hosts=True,
-        tolerance=0.45,
+        tolerance=0.25,
         refused=(NO_OWNER,),
         kinds=("quantised reductions",),
     ),
     "error feedback (LoCo)": Feature(
         config=zero(zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 100}),
-        tolerance=0.45,
+        tolerance=0.25,
         refused=(NO_OWNER,),
         kinds=("quantised reductions",),
     ),
@@ -272,22 +337,27 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "an optimizer that is given": Feature(
         given=lambda groups: {"optimizer": torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, eps=1e-3)},
-        plain={"optimizer": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, eps=1e-3)},
+        plain={
+            "optimizer": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, eps=1e-3),
+            "rounds_as_torch": True,
+        },
         kinds=("optimizer",),
         amplifies=3.0,
+        refused=(TORCH_MOMENTS,),
     ),
     "a function that makes the optimizer": Feature(
         given=lambda groups: {"optimizer": lambda params: torch.optim.Adagrad(params, lr=0.02, eps=1e-3)},
-        plain={"optimizer": lambda groups: torch.optim.Adagrad(groups, lr=0.02, eps=1e-3)},
+        plain={"optimizer": lambda groups: torch.optim.Adagrad(groups, lr=0.02, eps=1e-3), "rounds_as_torch": True},
         kinds=("optimizer",),
         amplifies=3.0,
+        refused=(TORCH_MOMENTS,),
     ),
     "an optimizer of whole tensors": Feature(
         given=lambda groups: {"optimizer": torch.optim.Adafactor(groups, lr=0.05)},
-        plain={"optimizer": lambda groups: torch.optim.Adafactor(groups, lr=0.05)},
+        plain={"optimizer": lambda groups: torch.optim.Adafactor(groups, lr=0.05), "rounds_as_torch": True},
         kinds=("optimizer", "number of elements"),  # it divides by that
         amplifies=3.0,
-        refused=(SLICES,),
+        refused=(SLICES, TORCH_MOMENTS),
     ),
     "warm-up": Feature(
         config=scheduler("WarmupLR", warmup_num_steps=2, warmup_type="linear"),

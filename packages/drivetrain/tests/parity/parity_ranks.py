@@ -118,7 +118,7 @@ class Ranks:
 
     def _path(self, cell: Cell) -> Path:
         """Stages differ on the plain side only in where gradients are rounded."""
-        exact = PRECISIONS[cell.precision].dtype.itemsize == 4 and "sent in bf16" not in cell.features
+        exact = not PRECISIONS[cell.precision].half and "sent in bf16" not in cell.features
         rounding = 0 if exact else min(cell.stage, 2)
         key = f"{rounding} {cell.precision} {cell.features}"
         return self.folder / hashlib.sha256(key.encode()).hexdigest()

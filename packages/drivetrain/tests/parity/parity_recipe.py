@@ -72,7 +72,9 @@ class Plain:
         momenta: the momentum of those steps, if it moves.
         reduce_op: over ranks.
         kept: dtype that gradients add up in; None for the one of the parameter.
-        wire: dtype that gradients of ranks are rounded to before and after they are added; None for ``kept``.
+        rounds_as_torch: over 16-bit weights the optimizer computes in 16 bits, as those of torch do.
+        wire: dtype that gradients of ranks are rounded to before and after they are added; None for the one of the
+            parameter.
     """
 
     optimizer: Callable[[Groups], torch.optim.Optimizer] = sgd
@@ -81,6 +83,7 @@ class Plain:
     fixed_rates: tuple[float, ...] | None = None
     momenta: tuple[float, ...] | None = None
     reduce_op: Literal["mean", "sum"] = "mean"
+    rounds_as_torch: bool = False
     kept: torch.dtype | None = None
     wire: torch.dtype | None = None
 
@@ -125,9 +128,12 @@ class Precision:
         name: in the names of cells.
         config: what the engine is told.
         dtype: that parameters and gradients have.
-        autocast: the dtype of autocast that the plain side runs forward in.
+        autocast: the dtype of autocast that the plain side runs forward in. Gradients of what only linear layers own
+            travel in it.
         scale: the first loss scale; ``dynamic`` ones halve at each overflow and double after two good steps.
+        rounds_masters, rounds_moments: the optimizer's weights and moments are kept in ``dtype``.
         tolerance: for the length of the difference of two updates, as a share of the update.
+        in_product: whether the full product has it with each pair of features, or with single ones only.
     """
 
     name: str
@@ -136,7 +142,15 @@ class Precision:
     autocast: torch.dtype | None = None
     scale: float = 1.0
     dynamic: bool = False
+    rounds_masters: bool = False
+    rounds_moments: bool = False
     tolerance: float
+    in_product: bool = True
+
+    @property
+    def half(self) -> bool:
+        """Something computes in 16 bits."""
+        return self.dtype.itemsize < 4 or self.autocast is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +167,9 @@ class Feature:
         ranks: how many it needs; None for any number.
         hosts: the ranks are spread over two of them.
         kinds: what it is a choice of; features with a kind in common exclude each other.
-        tolerance: how far the update may be off besides what precision allows, because the feature is not exact.
-        half: the same, in half precision only.
+        tolerance: how far the update may be off, because the feature is not exact. Then the update of all parameters
+            together is compared, and not that of each.
+        half: the same, where something computes in 16 bits.
         amplifies: by how much it makes errors of others grow (an optimizer that takes signs turns a small error of a
             small gradient into a large one of the update).
         refused: where it is refused.
@@ -307,9 +322,8 @@ def replicas(config: Mapping[str, Any], ranks: int) -> int:
 
 def tolerance(precision: Precision, features: Iterable[Feature]) -> float:
     """The largest that is stated, times all amplifications."""
-    half = precision.dtype is not torch.float32
     bound, factor = precision.tolerance, 1.0
     for feature in features:
-        bound = max(bound, feature.tolerance, feature.half if half else 0.0)
+        bound = max(bound, feature.tolerance, feature.half if precision.half else 0.0)
         factor *= feature.amplifies
     return bound * factor

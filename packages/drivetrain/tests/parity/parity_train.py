@@ -68,17 +68,23 @@ class PlainSide:
         self.local: list[dict[str, torch.Tensor]] = [{} for _ in self.ranks]
         self.reduced: dict[str, torch.Tensor] = {}
         self.scale, self.good, self.applied = recipe.precision.scale, 0, 0
+        self.linear = parameters_of_linear_layers(first)
         for replica, local in zip(self.replicas, self.local, strict=True):
             for name, parameter in replica.items():
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(recipe.precision.dtype)
-                if not parameter.requires_grad:
-                    self.master[name] = parameter.detach()
-                else:
+                if not parameter.requires_grad or recipe.precision.rounds_masters:
+                    self.master[name] = parameter.detach().to(self._master_dtype(parameter))
+                if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._collector(name, local))
         self.results = [Trained(start={n: m.clone() for n, m in self.master.items()}) for _ in self.ranks]
         self.optimizer = recipe.plain.optimizer(self._groups(first))
         self.base = [(group, group["lr"]) for group in self.optimizer.param_groups]
+
+    def _master_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        """Trained weights are updated in fp32, whatever they are rounded to afterwards, except by torch itself."""
+        plain = self.recipe.plain.rounds_as_torch or not parameter.requires_grad
+        return parameter.dtype if plain else torch.float32
 
     def _groups(self, model: Model) -> Groups:
         groups = self.recipe.groups(model)
@@ -112,8 +118,7 @@ class PlainSide:
 
     def loss(self, rank: int, data: Batch) -> torch.Tensor:
         autocast = self.recipe.precision.autocast
-        context = torch.autocast("cpu", autocast) if autocast is not None else contextlib.nullcontext()
-        with context:
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
             return self.models[rank](*data)
 
     def step(self, index: int) -> None:
@@ -162,12 +167,15 @@ class PlainSide:
             done = self.reduced.get(name)
             reopened = self.recipe.stage == 0 and done is not None
             absent = self._as_share(done) if reopened else torch.zeros_like(like)
-            total = self._reduce([absent if gradient is None else gradient for gradient in held])
+            total = self._reduce(name, [absent if gradient is None else gradient for gradient in held])
             self.reduced[name] = total if reopened or done is None else done + total
 
-    def _reduce(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+    def _reduce(self, name: str, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Added in rank order and rounded once."""
-        kept, wire = gradients[0].dtype, self.recipe.plain.wire or gradients[0].dtype
+        precision, kept = self.recipe.precision, gradients[0].dtype
+        wire = self.recipe.plain.wire or precision.dtype
+        if precision.autocast is not None and name in self.linear:
+            wire = precision.autocast
         total = gradients[0].to(wire).float()
         for gradient in gradients[1:]:
             total = total + gradient.to(wire).float()
@@ -193,6 +201,7 @@ class PlainSide:
                 gradient = self.reduced.get(name)
                 master.grad = None if gradient is None else gradient.to(master.dtype) * (clip / scale)
             self.optimizer.step()
+            self._round()
             for replica in self.replicas:
                 for name, parameter in replica.items():
                     parameter.copy_(self.master[name])
@@ -202,6 +211,17 @@ class PlainSide:
         record = Step(stepped=stepped, norm=norm, clip=clip, lr=self.base[0][0]["lr"], scale=scale)
         for result in self.results:
             result.steps.append(record)
+
+    def _round(self) -> None:
+        """To what the optimizer keeps."""
+        precision = self.recipe.precision
+        for group in self.optimizer.param_groups:
+            for master in group["params"]:
+                if precision.rounds_masters:
+                    master.copy_(master.to(precision.dtype))
+                for value in self.optimizer.state[master].values():
+                    if precision.rounds_moments and isinstance(value, torch.Tensor) and value.shape == master.shape:
+                        value.copy_(value.to(precision.dtype))
 
     def _move_scale(self, *, stepped: bool) -> None:
         if not self.recipe.precision.dynamic:
@@ -228,6 +248,15 @@ class PlainSide:
             result.shown = {name: p.detach() for name, p in self.replicas[rank].items()}
             result.buffers = {name: b.clone() for name, b in self.models[rank].named_buffers()}
         return self.results
+
+
+def parameters_of_linear_layers(model: torch.nn.Module) -> set[str]:
+    """Names of parameters that linear layers own, and no others."""
+    owners: dict[int, set[type]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(type(module))
+    return {name for name, p in model.named_parameters() if owners[id(p)] == {torch.nn.Linear}}
 
 
 def _at(step: int, values: tuple[float, ...]) -> float:
@@ -369,7 +398,7 @@ def differences(found: Trained, expected: Trained, recipe: Recipe) -> list[str]:
     if found.parameters.keys() != expected.parameters.keys():
         return [f"parameters {sorted(found.parameters)}, expected {sorted(expected.parameters)}"]
     wrong += _unequal("start of", found.start, expected.start)
-    wrong += _far_off(found, expected, bound, 1.0 if any(f.tolerance for f in recipe.features) else 0.1)
+    wrong += _far_off(found, expected, recipe)
     dtype = recipe.precision.dtype
     rounded = {name: value.to(dtype) for name, value in found.parameters.items()}
     wrong += _unequal("what is shown of", found.shown, rounded)
@@ -387,21 +416,29 @@ def _unequal(what: str, found: Mapping[str, torch.Tensor], expected: Mapping[str
     ]
 
 
-def _far_off(found: Trained, expected: Trained, bound: float, share: float) -> list[str]:
-    """Parameters whose update is off by more than ``bound`` of its length, or of a share of the length that is common
-    for its size (all of that for quantised gradients, whose errors are those of the largest in a block)."""
-    moved = {name: (value - expected.start[name]).double() for name, value in expected.parameters.items()}
-    count = sum(value.numel() for value in moved.values())
-    usual = math.sqrt(sum(float(value.square().sum()) for value in moved.values()) / count)
-    wrong = []
-    for name, right in moved.items():
-        error = float(((found.parameters[name] - found.start[name]).double() - right).norm())
-        length = float(right.norm())
-        allowed = bound * max(length, share * usual * math.sqrt(right.numel())) if length else 0.0
+def _far_off(found: Trained, expected: Trained, recipe: Recipe) -> list[str]:
+    """Parameters whose update is off by too much of its length, or of a tenth of the length that is usual for its size.
+
+    Quantisation has errors of the size of the largest element in a block, so there only the whole is compared.
+    """
+    right = {name: _moved(expected, name) for name in expected.parameters}
+    wrong = {name: _moved(found, name) - value for name, value in right.items()}
+    if any(feature.tolerance for feature in recipe.features):
+        right, wrong = ({"all parameters": torch.cat([v.flatten() for v in d.values()])} for d in (right, wrong))
+    count = sum(value.numel() for value in right.values())
+    usual = math.sqrt(sum(float(value.square().sum()) for value in right.values()) / count)
+    texts = []
+    for name, value in right.items():
+        error, length = float(wrong[name].norm()), float(value.norm())
+        allowed = recipe.tolerance * max(length, 0.1 * usual * math.sqrt(value.numel())) if length else 0.0
         if not error <= allowed:
-            off = error / length if length else math.inf
-            wrong.append(f"update of {name} is off by {off:.1e} of its length {length:.1e}")
-    return wrong
+            share = error / length if length else math.inf
+            texts.append(f"update of {name} is off by {share:.1e} of its length {length:.1e}")
+    return texts
+
+
+def _moved(trained: Trained, name: str) -> torch.Tensor:
+    return trained.parameters[name].double() - trained.start[name].double()
 
 
 def _other_numbers(what: str, found: Iterable[float], expected: Iterable[float], bound: float) -> list[str]:
