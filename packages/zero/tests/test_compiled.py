@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain.comm import Mesh, init
 from drivetrain.zero import (
+    INT8_WEIGHTS,
     CompileOptions,
     CompileReport,
     Policy,
@@ -237,7 +238,14 @@ SCENES: dict[str, tuple[Callable[[], nn.Module], Scene, Policy, CompileOptions]]
     "bf16": (
         lambda: MLP(WIDTH, 2),
         plain_floats,
-        Policy(stage=3, persistence_numel=0, param_dtype=torch.bfloat16),
+        Policy(
+            stage=3,
+            persistence_numel=0,
+            param_dtype=torch.bfloat16,
+            gather_rule=INT8_WEIGHTS,
+            node_ranks=2,
+            secondary_ranks=2,
+        ),
         EAGER,
     ),
     "unusual": (Steered, unusual_passes, SPLIT, EAGER),
