@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drivetrain.comm import Mesh, init
 from drivetrain.zero import (
+    INT8_WEIGHTS,
     CompileOptions,
     CompileReport,
     Policy,
@@ -29,6 +30,7 @@ from drivetrain.zero import (
 )
 from drivetrain.zero.compiled import CompiledModule
 from drivetrain.zero.graph import internals
+from drivetrain.zero.reducer import IN_FLIGHT
 from drivetrain_testkit import relative_error, run_ranks
 from drivetrain_testkit.models import MLP, DecoderBlock, WithBatchNorm
 
@@ -148,6 +150,7 @@ class Result:
     parameters: dict[str, torch.Tensor]
     report: CompileReport | None
     seen: Any
+    most_pending: int  # reductions under way at once
 
 
 Scene = Callable[[Run], Any]
@@ -168,9 +171,23 @@ def perform(
     optimizer = ShardedOptimizer(sharded, inner, max_norm=0.3)
     compiled = None if options is None else compile_sharded(sharded, options)
     run = Run(sharded=sharded, optimizer=optimizer, compiled=compiled, rank=rank)
-    seen = scene(run)
+    pending: list[int] = []
+    take = sharded.reducer.take
+
+    def counting(*args: Any, **kwargs: Any) -> None:
+        take(*args, **kwargs)
+        pending.append(len(sharded.reducer._pending))
+
+    with mock.patch.object(sharded.reducer, "take", counting):
+        seen = scene(run)
     parameters = {name: p.clone() for name, p in sharded.full_parameters()}
-    return Result(losses=run.losses, parameters=parameters, report=compiled.report if compiled else None, seen=seen)
+    return Result(
+        losses=run.losses,
+        parameters=parameters,
+        report=compiled.report if compiled else None,
+        seen=seen,
+        most_pending=max(pending),
+    )
 
 
 # the same bits --------------------------------------------------------------------------------------------------------
@@ -237,7 +254,14 @@ SCENES: dict[str, tuple[Callable[[], nn.Module], Scene, Policy, CompileOptions]]
     "bf16": (
         lambda: MLP(WIDTH, 2),
         plain_floats,
-        Policy(stage=3, persistence_numel=0, param_dtype=torch.bfloat16),
+        Policy(
+            stage=3,
+            persistence_numel=0,
+            param_dtype=torch.bfloat16,
+            gather_rule=INT8_WEIGHTS,
+            node_ranks=2,
+            secondary_ranks=2,
+        ),
         EAGER,
     ),
     "unusual": (Steered, unusual_passes, SPLIT, EAGER),
@@ -275,6 +299,7 @@ def test_compiled_training_gives_the_bits_of_hooks() -> None:
             assert report is not None
             assert report.state == "planned", report.reason
             assert report.peak_bytes <= report.planned_bytes, name
+            assert compiled.most_pending <= IN_FLIGHT, name
             assert_same(hooks, compiled, name, exact=name not in ROUNDED)
     reports = {name: compiled.report for name, (_, compiled) in ranks[0].items()}
     language, lengths, frozen = reports["language"], reports["lengths"], reports["frozen"]

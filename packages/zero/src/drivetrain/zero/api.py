@@ -11,7 +11,7 @@ The rooms, from small to large: `layout` (who owns what, pure), `bucket` (storag
 `grouping` (which parameters form a unit), `exchange` and `reducer` (gradients), `order` and `residency` (parameters),
 `hooks` (where all of it meets autograd), `guard` (what else programs do to a module), `optimizer`, `wire` (what travels
 in fewer bits). For models that fit on no rank: `build` (`Init`, over `construction` and `split`) and `values` (what
-buckets are filled from).
+buckets are filled from). Without hooks: `compiled` (over `plans`, `gathers` and the passes in `graph`).
 """
 
 from __future__ import annotations

@@ -205,7 +205,9 @@ class CastCopies:
         def pack(saved: torch.Tensor) -> torch.Tensor | _Recipe:
             if saved.dtype == weight.dtype or not is_copy(saved):
                 return saved
-            return _Recipe(weight, weight._version, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset()))
+            return _Recipe(
+                weight, weight._version, saved.dtype, saved.shape, saved.stride(), int(saved.storage_offset())
+            )
 
         def unpack(kept: torch.Tensor | _Recipe) -> torch.Tensor:
             if isinstance(kept, torch.Tensor):

@@ -19,10 +19,12 @@ in the reducer's order. The parameters themselves stay placeholders: readers in 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import cached_property, update_wrapper
 from typing import Any, Literal
 
 import torch
@@ -41,7 +43,7 @@ from drivetrain.zero.graph.program import Program
 from drivetrain.zero.graph.rewrite import Place, ReadGraph
 from drivetrain.zero.graph.schedule import spans
 from drivetrain.zero.hooks import tensors_in
-from drivetrain.zero.plans import GiveUpError, Orders, Plan, Plans
+from drivetrain.zero.plans import GiveUpError, Plan, Plans, Reading
 
 log = logging.getLogger("drivetrain.zero")
 
@@ -157,6 +159,7 @@ class _Variant:
 
     def _run_backward(self, args: list[Any]) -> Any:
         assert self.backward is not None
+        self._owner.enter_backward(self)
         return self._run(self.backward, args)
 
     def _run(self, program: Program, args: list[Any]) -> Any:
@@ -166,11 +169,21 @@ class _Variant:
     def programs(self) -> list[Program]:
         return [self.forward] if self.backward is None else [self.forward, self.backward]
 
-    @property
-    def orders(self) -> Orders:
-        """The buckets that it reads, in the order of first readers."""
-        orders = [list(spans(program.graph.reads)) for program in self.programs]
-        return orders[0], orders[1] if len(orders) == 2 else []
+    @cached_property
+    def reading(self) -> Reading:
+        """What it reads, for ranks to agree on."""
+        forward = tuple(spans(self.forward.graph.reads))
+        if self.backward is None:
+            return Reading(forward=forward, backward=(), sequence="none")
+        graph = self.backward.graph
+        read = spans(graph.reads)
+        # At one node, what is read arrives before it, and what it makes is there after it.
+        events = [(first, 0, group) for group, (first, _) in read.items()]
+        events += [(max(positions), 1, group) for group, positions in graph.made_at().items()]
+        sequence = json.dumps([event[1:] for event in sorted(events)])
+        return Reading(
+            forward=forward, backward=tuple(read), sequence=hashlib.sha256(sequence.encode()).hexdigest()[:16]
+        )
 
 
 class CompiledModule:
@@ -380,7 +393,7 @@ class CompiledModule:
     def enter(self, variant: _Variant) -> None:
         """A forward graph is about to run: agree with all ranks on what they do, and be ready for it."""
         self._agreed = True
-        agreed = self._plans.common(variant.orders)
+        agreed = self._plans.common(variant.reading)
         agreed.calls += 1
         variant.calls += 1
         if variant.backward is not None:
@@ -392,6 +405,12 @@ class CompiledModule:
         variant.measuring = 1 < variant.calls <= measured
         self._schedule(variant, agreed, informed=variant.calls > measured)
         self._last = (variant, agreed)
+
+    def enter_backward(self, variant: _Variant) -> None:
+        """A backward graph is about to run."""
+        assert variant.made_for is not None
+        self._sharded.hooks.backward.enter()
+        self._sharded.reducer.alike = variant.made_for[0].alike
 
     # planning ---------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ Invariant: the table from needs to plans is the same on all ranks, since it chan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 import torch
@@ -21,10 +21,27 @@ from drivetrain.zero.graph.reads import Groups
 
 _NO_PLAN, _NO_GRAPH = 1 << 30, 1 << 31
 
-Needs = tuple[Groups, Groups]
-"""Buckets that a graph reads in forward and in backward."""
-Orders = tuple[Sequence[int], Sequence[int]]
-"""The same, in the order of first readers."""
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a rank's graphs of one forward pass, and of its backward pass, read.
+
+    Attributes:
+        forward, backward: buckets, in the order of first readers.
+        sequence: stands for the order in which backward comes by buckets that it reads and buckets whose gradients it
+            has made. Equal for equal sequences.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    sequence: str
+
+    @property
+    def needs(self) -> Needs:
+        return frozenset(self.forward), frozenset(self.backward), self.sequence
+
+
+Needs = tuple[Groups, Groups, str]
 
 
 class GiveUpError(Exception):
@@ -37,6 +54,7 @@ class Plan:
 
     Attributes:
         forward, backward: the buckets that are sent for, in order.
+        alike: backward passes go through the same sequence on all ranks.
         kept: those that stay whole until the step.
         calls: passes so far.
         final: what is kept has been decided.
@@ -44,6 +62,7 @@ class Plan:
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    alike: bool
     kept: frozenset[int] = frozenset()
     calls: int = 0
     final: bool = False
@@ -57,15 +76,14 @@ class Plans:
         self._plans: list[Plan] = []
         self._number_of: dict[Needs, int] = {}
 
-    def common(self, orders: Orders) -> Plan:
-        """The plan of this pass, whose graph on this rank reads buckets in ``orders``."""
-        needs = (frozenset(orders[0]), frozenset(orders[1]))
-        largest, smallest = self._handshake(self._number_of.get(needs, _NO_PLAN))
+    def common(self, reading: Reading) -> Plan:
+        """The plan of this pass, in which this rank's graphs read ``reading``."""
+        largest, smallest = self._handshake(self._number_of.get(reading.needs, _NO_PLAN))
         if largest == _NO_GRAPH:
             self._exchange_reasons(None)
         if largest == _NO_PLAN or largest != smallest:
-            self._exchange_orders(orders)
-        return self._plans[self._number_of[needs]]
+            self._exchange_readings(reading)
+        return self._plans[self._number_of[reading.needs]]
 
     def give_up(self, reason: str) -> NoReturn:
         """In place of `common`, on a rank that has no graph."""
@@ -95,17 +113,17 @@ class Plans:
         rank, reason = given[0]
         raise GiveUpError(reason if len(given) == len(reasons) else f"on rank {rank}, {reason}")
 
-    def _exchange_orders(self, mine: Orders) -> None:
+    def _exchange_readings(self, mine: Reading) -> None:
         """One plan for the graphs of all ranks: the first rank's order, then what others need besides."""
-        own = (list(mine[0]), list(mine[1]))
-        everybody = all_gather_object(own, self._everyone, purpose="buckets that compiled passes read")
-        forward = tuple(dict.fromkeys(group for order, _ in everybody for group in order))
-        backward = tuple(dict.fromkeys(group for _, order in everybody for group in order))
-        together = (frozenset(forward), frozenset(backward))
+        purpose = "buckets that compiled passes read"
+        everybody = [Reading(**told) for told in all_gather_object(asdict(mine), self._everyone, purpose=purpose)]
+        forward = tuple(dict.fromkeys(group for reading in everybody for group in reading.forward))
+        backward = tuple(dict.fromkeys(group for reading in everybody for group in reading.backward))
+        alike = len({reading.sequence for reading in everybody}) == 1
+        together = Reading(forward=forward, backward=backward, sequence=mine.sequence if alike else "").needs
         number = self._number_of.get(together)
         if number is None:
             number = len(self._plans)
-            self._plans.append(Plan(forward=forward, backward=backward))
-        for own_forward, own_backward in everybody:
-            self._number_of[frozenset(own_forward), frozenset(own_backward)] = number
-        self._number_of[together] = number
+            self._plans.append(Plan(forward=forward, backward=backward, alike=alike))
+        for needs in (together, *(reading.needs for reading in everybody)):
+            self._number_of[needs] = number

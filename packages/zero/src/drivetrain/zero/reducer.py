@@ -16,7 +16,8 @@ there are, which within a pass might be for ever, and embeddings have their grad
 waiting for its part of the next gather. One of them may hold back its part of the reduction until the pass ends,
 because a bucket stays short there (an expert that got no token): a deadlock. So all ranks pass the same marks, the
 gathers, and before each of them send what is `due`, full or not. Whoever has passed a mark may wait for what was due at
-it, and for nothing else until the pass ends.
+it, and for nothing else until the pass ends. Where the ranks are known to go through the same sequence of gathers and
+gradients (`alike`), each of these is such a mark, and nothing more needs to be said.
 """
 
 from __future__ import annotations
@@ -68,6 +69,9 @@ class GradientReducer:
         ranks: the ranks that train.
         overlap: send buckets during backward rather than at its end.
         gathers: parameters are gathered in backward; then `due` is called.
+
+    Attributes:
+        alike: in the rest of this backward pass, all ranks come by the same gathers and gradients in the same sequence.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class GradientReducer:
         self._ranks = ranks
         self._overlap = overlap
         self._gathers = gathers
+        self.alike = False
         self._rows = [index for index, bucket in enumerate(buckets) if bucket.row_width is not None]
         # Small parameters that stay whole lie together, from all over the model: theirs is full when the pass ends.
         backwards = sorted(reversed(range(len(buckets))), key=lambda index: buckets[index].resident)
@@ -156,6 +161,7 @@ class GradientReducer:
             if closes:
                 self.average_replicas()
         self._turn = self._due = 0
+        self.alike = False
         for lane in self._lanes:
             lane.arrived.clear()
             lane.sent = False
@@ -205,7 +211,7 @@ class GradientReducer:
     @property
     def _may_wait(self) -> bool:
         """Whether all ranks are bound to send what the oldest reduction under way waits for; see the note."""
-        early = max(0, self._turn - 1 - self._due) if self._gathers else 0
+        early = max(0, self._turn - 1 - self._due) if self._gathers and not self.alike else 0
         return len(self._pending) > early
 
     def drain(self) -> None:
