@@ -10,7 +10,7 @@ scale.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from drivetrain.engine.garbage import GarbageCollection
 from drivetrain.engine.nested import listed, loss_of, map_tensors, to_device
 from drivetrain.engine.optimizers import Parameters
 from drivetrain.engine.persist import Persistence
+from drivetrain.engine.phases import Phases
 from drivetrain.engine.record import Counters, StepRecord
 from drivetrain.engine.snapshot import LoadParts
 from drivetrain.zero import (
@@ -36,6 +37,7 @@ from drivetrain.zero import (
     CompileOptions,
     CompileReport,
     ShardedOptimizer,
+    StateKind,
     Synchronous,
     compile_sharded,
 )
@@ -124,10 +126,11 @@ class Engine:
         )
         self._held = False  # inside no_sync
         self._persistence = Persistence(parts)
+        self._phases = Phases(parts.sharded, parts.optimizer, parts.mesh.device, parts.mesh.world.rank)
         self._scaled = False  # the loss of the coming backward pass carries the loss scale
         self._batches: Iterator[Any] | None = None
         self.last_step: StepRecord | None = None
-        self.sharded.hooks.backward.check = self._check_scaled
+        self.sharded.hooks.backward.check = self._check_backward
         self._compiled: CompiledModule | None = None
         if self.config.compile.deepcompile:
             self.compile()
@@ -265,13 +268,15 @@ class Engine:
             )
         if scale_wrt_gas and self.batch.accumulation > 1:
             loss = loss / self.batch.accumulation
+        self.sharded.check_backward()  # before the graph is touched, so that it can be walked later
         self.sharded.closes_step = self.closes_step and not self._held
         with self._garbage.held(), self.timers.measure("backward"):
             self.scale(loss).backward(retain_graph=retain_graph)
         self.observer.loss(loss)
         return loss
 
-    def _check_scaled(self) -> None:
+    def _check_backward(self) -> None:
+        self.sharded.check_backward()
         if self.optimizer is not None and self.optimizer.scaler.active and not self._scaled:
             raise RuntimeError(
                 f"rank {self.rank}: with fp16 the loss must carry the loss scale, or gradients underflow: call "
@@ -292,7 +297,7 @@ class Engine:
         """Close a micro-batch, and update the parameters if it was the last one of its step. Collective.
 
         Raises:
-            RuntimeError: there is no optimizer, this is inside `no_sync`, or no rank has a gradient.
+            RuntimeError: there is no optimizer, this is inside `no_sync`, no rank has a gradient, or states are away.
             NonFiniteGradientError: steps were skipped too often in a row.
         """
         optimizer = self._need_optimizer()
@@ -301,6 +306,7 @@ class Engine:
                 f"rank {self.rank}: engine.step() inside no_sync() would update from gradients that were not reduced; "
                 "call it after the block"
             )
+        self.sharded.moved.require("engine.step()")
         counters = self.counters
         index = counters.applied_steps
         if not self.closes_step:
@@ -550,6 +556,37 @@ class Engine:
         with a ``config`` of its own (as models of transformers have) gets its ``config.json``.
         """
         return self._persistence.export(directory, options)
+
+    def offload_states(
+        self,
+        include: Collection[StateKind | str] | None = None,
+        device: torch.device | str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from the device to host memory, to make room for another phase. No communication.
+
+        Until `reload_states` the engine refuses in words what needs them: forward and backward passes, steps, saving,
+        loading and access. Their memory on the device is free. Works at every stage, also between backward passes. On
+        an engine whose states are in host memory already this does nothing, and says so once.
+
+        Args:
+            include: kinds of states (`drivetrain.zero.StateKind`, or their names): optim_states, hp_params (master
+                weights), lp_params (parameters as they compute), lp_grads (reduced gradients), contiguous_grad_buffer
+                (gradients that accumulate). All by default. Where parameters are their own masters, they are lp_params.
+            device: must be the CPU.
+            pin_memory: use pinned host memory.
+            non_blocking: return before the copies are made; they are in order with what follows on the device.
+
+        Raises:
+            ValueError: there is no such kind, or device.
+            RuntimeError: inside a `gathered` context or a backward pass, or the host has no room.
+        """
+        self._phases.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back all that `offload_states` has moved, to the last bit."""
+        self._phases.reload(non_blocking=non_blocking)
 
     def close(self) -> None:
         """Close the files that metrics go to."""

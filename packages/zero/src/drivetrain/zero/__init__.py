@@ -10,7 +10,9 @@ from drivetrain.zero.compiled import CompiledModule, CompileOptions, CompileRepo
 from drivetrain.zero.gathering import gathered
 from drivetrain.zero.gathers import Synchronous
 from drivetrain.zero.leaf import LeafRule
+from drivetrain.zero.moving import move_states, return_states, state_kinds
 from drivetrain.zero.optimizer import NonFiniteGradientError, ShardedOptimizer, StepResult
+from drivetrain.zero.parking import StateKind
 from drivetrain.zero.policy import ErrorFeedback, Policy
 from drivetrain.zero.precision import LossScalePolicy, LossScaler
 from drivetrain.zero.state import FlatSlice
@@ -38,6 +40,7 @@ __all__ = [
     "Quantity",
     "ShardedModule",
     "ShardedOptimizer",
+    "StateKind",
     "StepResult",
     "Synchronous",
     "TensorSource",
@@ -45,6 +48,9 @@ __all__ = [
     "WireRule",
     "compile_sharded",
     "gathered",
+    "move_states",
+    "return_states",
     "shard",
+    "state_kinds",
     "whole",
 ]

@@ -33,6 +33,7 @@ from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
 from drivetrain.zero.layout import Piece
 from drivetrain.zero.optimizer import ShardedOptimizer
+from drivetrain.zero.parking import GRADIENTS, OPTIMIZER_STATE, WEIGHTS
 from drivetrain.zero.ranks import Ranks
 
 
@@ -242,10 +243,15 @@ class Quantity(ABC):
 class Master(Quantity):
     """Parameters in the precision that the optimizer keeps them in (see `Policy.master_dtype`)."""
 
+    def __init__(self, places: dict[int, _Place], sharded: ShardedModule) -> None:
+        super().__init__(places, sharded.ranks)
+        self._moved = sharded.moved
+
     def __str__(self) -> str:
         return "master weight"
 
     def _region(self, place: _Place) -> torch.Tensor | None:
+        self._moved.require("access to master weights", WEIGHTS)
         piece = place.bucket.region_piece(place.index)
         if place.bucket.packed is not None:
             return place.bucket.packed.read(piece.shard_offset, piece.numel)
@@ -289,6 +295,7 @@ class Gradient(Quantity):
         return super()._present(place) and place.bucket.used[place.index]
 
     def _region(self, place: _Place) -> torch.Tensor | None:
+        self._sharded.moved.require("access to gradients", GRADIENTS)
         self._sharded.hooks.backward.settle()
         self._sharded.reducer.drain()
         bucket = place.bucket
@@ -315,6 +322,7 @@ class OptimizerState(Quantity):
         return f"optimizer state '{self._key}'"
 
     def _region(self, place: _Place) -> torch.Tensor | None:
+        self._optimizer.sharded.moved.require("access to optimizer state", OPTIMIZER_STATE)
         value = self._optimizer.state_of(place.slot.parameter).get(self._key)
         if value is None:
             return None
@@ -346,7 +354,7 @@ class ParameterAccess:
             for index, slot in enumerate(bucket.slots)
         }
         self._optimizer = optimizer
-        self.master: Quantity = Master(self._places, sharded.ranks)
+        self.master: Quantity = Master(self._places, sharded)
         self.gradient: Quantity = Gradient(self._places, sharded, optimizer)
 
     def state(self, key: str) -> Quantity:

@@ -44,6 +44,7 @@ from drivetrain.zero.guard import Guard
 from drivetrain.zero.hooks import Hooks
 from drivetrain.zero.layout import fill_buckets
 from drivetrain.zero.packed import PACKABLE
+from drivetrain.zero.parking import GRADIENTS, PARAMETERS, WEIGHTS, MovedStates
 from drivetrain.zero.policy import Policy
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.reducer import GradientReducer
@@ -76,6 +77,7 @@ class ShardedModule:
         buckets: all buckets, in the order of the units.
         closes_step: whether the next backward pass is the last one before the optimizer step. Only stages that
             reduce once per step ask; with False they keep accumulating on their own.
+        moved: which states are away (see `move_states`).
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ShardedModule:
         residency: Residency,
         parameters: ParameterExchange,
         reducer: GradientReducer,
+        moved: MovedStates,
     ) -> None:
         self.module = module
         self.policy = policy
@@ -95,11 +98,13 @@ class ShardedModule:
         self.residency = residency
         self.parameters = parameters
         self.reducer = reducer
+        self.moved = moved
         self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
         self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.closes_step = True
         self.hooks = Hooks(module, units, residency, reducer, self.reduces, lambda: self.closes_step)
-        self.guard = Guard(module, units, ranks.shard.world.rank)
+        self.hooks.backward.check = self.check_backward
+        self.guard = Guard(module, units, ranks.shard.world.rank, moved)
 
     @property
     def axis(self) -> Axis:
@@ -109,6 +114,14 @@ class ShardedModule:
     def reduces(self) -> bool:
         """Whether the next backward pass reduces gradients, or only adds them up."""
         return self.policy.reduces_every_micro_batch or self.closes_step
+
+    def check_backward(self) -> None:
+        """Called when a backward pass begins; refuses it while it would miss something.
+
+        Raises:
+            RuntimeError: parameters or gradients are away.
+        """
+        self.moved.require("a backward pass", (*PARAMETERS, *GRADIENTS))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -124,6 +137,7 @@ class ShardedModule:
 
     def zero_grad(self) -> None:
         """Forget the gradients accumulated so far."""
+        self.moved.require("zero_grad()", GRADIENTS)
         self.hooks.backward.settle()
         self.reducer.drain()
         self.reducer.clear()
@@ -136,6 +150,7 @@ class ShardedModule:
 
     def refresh_parameters(self) -> None:
         """Make every rank's parameters follow from the shards, after these were written to (by a load). Collective."""
+        self.moved.require("refresh_parameters()", WEIGHTS)
         self.residency.release_all()
         for bucket in self.buckets:
             if not bucket.split:
@@ -148,6 +163,7 @@ class ShardedModule:
 
     def model_slices(self) -> dict[str, FlatSlice]:
         """This rank's part of every parameter, by canonical name, in the highest precision there is."""
+        self.moved.require("saving or loading the model", WEIGHTS)
         slices: dict[str, FlatSlice] = {}
         for bucket in self.buckets:
             slices.update(bucket.model_slices(writes=self.ranks.writes))
@@ -168,6 +184,7 @@ class ShardedModule:
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """A copy of every parameter, whole, in the dtype it computes in; one unit is gathered at a time. Collective."""
+        self.moved.require("full_parameters()", PARAMETERS)
         self.residency.release_others()
         for unit in self.units:
             was_live = unit.live
@@ -261,7 +278,8 @@ def shard(
         persistence_total_numel=policy.persistence_total_numel,
         leaf=policy.leaf,
     )
-    parameters = ParameterExchange(policy, ranks)
+    moved = MovedStates(ranks.shard.world.rank)
+    parameters = ParameterExchange(policy, ranks, moved)
     lowered = policy.wire_rule.parameters(module) if policy.wire_rule else frozenset()
     plan = _Plan(root=module, policy=policy, ranks=ranks, origins=origins, rows=rows, lowered=lowered)
     presence = Presence()
@@ -274,7 +292,7 @@ def shard(
     exchange = GradientExchange(policy, ranks)
     gathers = sum(not unit.resident for unit in units) > 1  # the gather of a single one precedes all of backward
     reducer = GradientReducer(buckets, exchange, ranks, overlap=policy.overlap, gathers=gathers)
-    return ShardedModule(module, policy, ranks, units, residency, parameters, reducer)
+    return ShardedModule(module, policy, ranks, units, residency, parameters, reducer, moved)
 
 
 def _check(module: nn.Module, mesh: Mesh) -> None:

@@ -10,7 +10,7 @@ it is never sent again: later gradients of the same step are reduced by themselv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -148,6 +148,11 @@ class GradientExchange:
             op=op,
             purpose=purpose,
         )
+
+    def kept_errors(self) -> Iterator[torch.Tensor]:
+        """The memory in which errors of quantised gradients are kept."""
+        if self._errors is not None:
+            yield from self._errors.tensors()
 
     def step_taken(self, *, trusted: bool) -> None:
         """One optimizer step is over; ``trusted`` tells whether its gradients were finite."""

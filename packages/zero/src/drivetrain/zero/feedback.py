@@ -5,6 +5,7 @@ Without it the same small gradients may be rounded away in every step; with it t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +36,11 @@ class ErrorMemory:
             piece.sub_(codec.roundtrip(piece))
         error.mul_(self._rule.beta).add_(lost, alpha=1.0 - self._rule.beta)
         self._errors[bucket] = quantize(error, _KEPT, out=kept)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The memory of all errors."""
+        for kept in self._errors.values():
+            yield from (tensor for tensor in kept.stored if tensor is not None)
 
     def step_taken(self, *, trusted: bool) -> None:
         """Count an optimizer step. After one whose gradients were not finite, neither are the errors: forget them."""

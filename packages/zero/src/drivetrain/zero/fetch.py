@@ -14,15 +14,17 @@ import torch
 from drivetrain.comm import Codec, Purpose, Staged, Waitable, all_gather, all_gather_encoded, all_gather_in_two
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.codec import BlockCodec
+from drivetrain.zero.parking import PARAMETERS, MovedStates
 from drivetrain.zero.policy import Policy
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.wire import CastCodec
 
 
 class ParameterExchange:
-    """Gathers buckets the way a policy says."""
+    """Gathers buckets the way a policy says, unless they are among what is ``moved``."""
 
-    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+    def __init__(self, policy: Policy, ranks: Ranks, moved: MovedStates) -> None:
+        self._moved = moved
         self._axis = ranks.shard
         self._nodes = ranks.gather_nodes
         self._in_two = policy.gather_in_two
@@ -40,6 +42,7 @@ class ParameterExchange:
 
         ``during`` says what asks for it, for errors.
         """
+        self._moved.require("a gather of parameters", PARAMETERS)
         bucket.make_room()
         packed, purpose = bucket.packed, Purpose(f"gather of {bucket.title}", during)
         if packed is not None:

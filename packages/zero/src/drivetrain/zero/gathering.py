@@ -22,6 +22,7 @@ from drivetrain.comm import broadcast
 from drivetrain.zero.agreement import require_same
 from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
+from drivetrain.zero.parking import WEIGHTS
 from drivetrain.zero.unit import Unit
 
 
@@ -54,6 +55,7 @@ def gathered(
     chosen = _find(sharded, parameters)
     units = {id(unit): unit for unit, _, _ in chosen}.values()
     buckets = {id(bucket): bucket for _, bucket, _ in chosen}.values()
+    sharded.moved.require("`gathered`", WEIGHTS)
     sharded.hooks.backward.settle()
     sharded.residency.release_others()
     for unit in units:

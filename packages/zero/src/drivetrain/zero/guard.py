@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from drivetrain.zero.bucket import Slot
+from drivetrain.zero.parking import PARAMETERS, WEIGHTS, MovedStates
 from drivetrain.zero.unit import Unit
 
 _Place = tuple[dict[str, nn.Parameter | None], str, Slot, int]
@@ -51,12 +52,14 @@ class Guard:
         root: the module that was sharded.
         units: all its units.
         rank: this process, for messages.
+        moved: what is away.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], rank: int) -> None:
+    def __init__(self, root: nn.Module, units: Sequence[Unit], rank: int, moved: MovedStates) -> None:
         self._root = root
         self._units = tuple(units)
         self._rank = rank
+        self._moved = moved
         self._slots: dict[int, Slot] = {id(slot.parameter): slot for unit in units for slot in _slots(unit)}
         self._places = list(self._find_places(root))
         self._shape = _Shape(root)
@@ -88,6 +91,7 @@ class Guard:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """Find parameters that are no longer what is gathered and updated: other objects, or over other memory."""
+        self._moved.require("a forward pass", PARAMETERS)
         for parameters, name, slot, usual in self._places:
             found = parameters.get(name)
             if found is not slot.parameter:
@@ -132,6 +136,7 @@ class Guard:
             )
 
     def _before_load_state_dict(self, module: nn.Module, *args: Any) -> None:
+        self._moved.require("load_state_dict()", WEIGHTS)
         name = self._released(module)
         if name is not None:
             raise RuntimeError(

@@ -38,6 +38,7 @@ from drivetrain.zero.bucket import Bucket, Slot
 from drivetrain.zero.clip import clip_coefficient, own_square_sum
 from drivetrain.zero.layout import Piece
 from drivetrain.zero.matrices import Matrix, SlicedMatrices
+from drivetrain.zero.parking import OPTIMIZER_STATE
 from drivetrain.zero.precision import LossScaler
 from drivetrain.zero.state import FlatSlice
 
@@ -249,6 +250,7 @@ class ShardedOptimizer:
             NonFiniteGradientError: steps were skipped too often in a row.
         """
         sharded = self.sharded
+        sharded.moved.require("an optimizer step")
         if any(unit.pins for unit in sharded.units):
             raise RuntimeError(
                 f"rank {sharded.axis.world.rank}: step() inside a `gathered` context, whose whole parameters would be "
@@ -419,7 +421,9 @@ class ShardedOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's own state on this rank (master weights not included)."""
+        """Bytes of the optimizer's own state on this rank (master weights not included, nor what is away)."""
+        if set(OPTIMIZER_STATE) & set(self.sharded.moved.away):
+            return 0
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
@@ -464,6 +468,7 @@ class ShardedOptimizer:
             saved_as: dtypes in the checkpoint, of parameters by name and of their state by ``<parameter>/<key>``; where
                 there is none, the parameter's own and the schema's.
         """
+        self.sharded.moved.require("loading optimizer state", OPTIMIZER_STATE)
         self.optimizer.state.clear()
         self._scalars.clear()
         for _, part, _ in self._parts():
@@ -500,6 +505,7 @@ class ShardedOptimizer:
 
         For saving, ranks give disjoint slices; for loading, each gives all that it wants filled.
         """
+        self.sharded.moved.require("saving or loading optimizer state", OPTIMIZER_STATE)
         slices: dict[str, FlatSlice] = {}
         writes = self.sharded.ranks.writes
         for bucket, part, own in self._parts():

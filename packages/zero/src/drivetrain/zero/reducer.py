@@ -23,7 +23,7 @@ gradients (`alike`), each of these is such a mark, and nothing more needs to be 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -264,6 +264,10 @@ class GradientReducer:
         broadcast(order, self._ranks.everyone, purpose="the order in which gradients are reduced").wait()
         self._order = order.tolist()
         self._agreed = True
+
+    def kept_errors(self) -> Iterator[torch.Tensor]:
+        """The memory in which errors of quantised gradients are kept."""
+        return self._exchange.kept_errors()
 
     def step_taken(self, *, trusted: bool) -> None:
         """The optimizer has used the gradients, or (``trusted=False``) found them useless."""
