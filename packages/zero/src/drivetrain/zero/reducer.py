@@ -85,7 +85,7 @@ class GradientReducer:
         self.alike = False
         self._rows = [index for index, bucket in enumerate(buckets) if bucket.row_width is not None]
         # Small parameters that stay whole lie together, from all over the model: theirs is full when the pass ends.
-        backwards = sorted(reversed(range(len(buckets))), key=lambda index: buckets[index].resident)
+        backwards = sorted(range(len(buckets)), key=lambda index: (buckets[index].resident, -index))
         self._order = [index for index in backwards if index not in self._rows]
         self._turn = 0  # how many of the order have been sent in this pass
         self._due = 0  # how many of the order all ranks send before they wait for anything else
