@@ -400,10 +400,11 @@ class Hooks:
         if call.ahead:
             call.ahead = False
             unit.ahead = max(0, unit.ahead - 1)
+        if self._root in unit.modules:
+            return  # it encloses all others: often its output is that of the last of them
         through = [other for other in self._entered if other is not unit and not other.ahead]
         lanes = [lane for other in through for lane in self._entered.pop(other)]
-        if self._root not in unit.modules:
-            self._entered[unit] = self._lanes_of[unit]
+        self._entered[unit] = self._lanes_of[unit]
         if lanes:
             self._reducer.due(lanes, reduces=self._reduces())
 

@@ -114,10 +114,10 @@ class GradientReducer:
             place.copy_(dense)
             lane.filled[slot_index] = True
         lane.arrived.add(slot_index)
-        if lane.full and not lane.sent and reduces:
+        if lane.full and reduces:
             if not self._agreed and lane_index not in self._observed:
                 self._observed.append(lane_index)
-            if self._overlap:
+            if self._overlap and not lane.sent:
                 self._send_in_turn(0)
 
     def _take_rows(self, bucket: Bucket, gradient: torch.Tensor) -> None:
