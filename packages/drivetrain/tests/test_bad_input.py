@@ -445,7 +445,7 @@ def inputs_of_another_shape(folder: Path) -> None:
 @mistake(
     ValueError,
     "rank 0: engine.backward takes a scalar loss that depends on trained parameters, got a tensor of shape (2, 1) with "
-    "requires_grad=True",
+    "requires_grad=True; outputs that are no loss need gradient=",
 )
 def backward_of_predictions(folder: Path) -> None:
     engine = engine_of()
@@ -691,7 +691,7 @@ def saving_within_an_accumulation(folder: Path) -> None:
 @mistake(
     RuntimeError,
     "rank 0: save between backward and step would lose the gradients; save after engine.step(), or drop them first "
-    "with engine.sharded.zero_grad()",
+    "with engine.zero_grad()",
 )
 def saving_between_backward_and_step(folder: Path) -> None:
     engine = engine_of()

@@ -27,6 +27,7 @@ from torch import nn
 from drivetrain.engine import initialize
 from drivetrain.engine.assemble import zero_policy
 from drivetrain.engine.config import load
+from drivetrain.engine.precision import Precision
 from drivetrain_testkit import relative_error, run_ranks
 
 pytestmark = pytest.mark.timeout(300)  # the first test of each half waits for all cells, or all scenes
@@ -360,4 +361,8 @@ def test_a_logger_that_is_off_changes_nothing() -> None:
         sizes = {"shard": 2, "data": 1}  # noqa: RUF012
         world = type("World", (), {"local_size": 2})
 
-    assert zero_policy(with_section, Ranks()) == zero_policy(load(config(2)), Ranks())  # type: ignore[arg-type]
+    policies = [
+        zero_policy(each, Ranks(), Precision.of(each, torch.device("cpu")))  # type: ignore[arg-type]
+        for each in (with_section, load(config(2)))
+    ]
+    assert policies[0] == policies[1]

@@ -10,10 +10,10 @@ scale.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -21,25 +21,30 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from drivetrain.comm import Ledger, Mesh, all_reduce
+from drivetrain.engine.accumulation import Accumulation, Items
 from drivetrain.engine.assemble import Given, MakeOptimizer, MakeScheduler, Parts, assemble
 from drivetrain.engine.checkpoint import Exported, ExportOptions, LoadedCheckpoint, SaveOptions
 from drivetrain.engine.config import Config
 from drivetrain.engine.data import Collate, RepeatingLoader
 from drivetrain.engine.garbage import GarbageCollection
-from drivetrain.engine.nested import listed, loss_of, map_tensors, to_device
+from drivetrain.engine.nested import evaluating, listed, loss_of, map_tensors, to_device
 from drivetrain.engine.optimizers import Parameters
 from drivetrain.engine.persist import Persistence
 from drivetrain.engine.phases import Phases
 from drivetrain.engine.record import Counters, StepRecord
+from drivetrain.engine.seeds import Gradients, Outputs, seeds
 from drivetrain.engine.snapshot import LoadParts
 from drivetrain.zero import (
     CompiledModule,
     CompileOptions,
     CompileReport,
+    ParameterAccess,
     ShardedOptimizer,
     StateKind,
     Synchronous,
     compile_sharded,
+    gathered,
+    resident,
 )
 
 
@@ -103,6 +108,8 @@ class Engine:
         schedule: the learning-rate schedule, or None.
         train_loader: the training data in micro-batches, or None.
         config, mesh, batch, precision: as resolved.
+        access: reads and writes master weights, gradients and optimizer state of single parameters, split or not, as
+            in ``engine.access.gradient.full(p)``; see `drivetrain.zero.ParameterAccess`.
         last_step: what the last `train_batch` did.
         counters: steps and samples so far.
     """
@@ -119,18 +126,20 @@ class Engine:
         self.train_loader = parts.loader
         self.observer = parts.observer
         self.timers = parts.observer.timers
+        self.access = ParameterAccess(parts.sharded, parts.optimizer)
         self.counters = Counters()
         own = parts.config.drivetrain
         self._garbage = GarbageCollection(
             managed=own.garbage_collection == "managed", interval=own.garbage_collection_interval
         )
+        self._accumulation = Accumulation(parts.batch.accumulation, managed=parts.config.managed_gradient_accumulation)
+        self._items = Items(parts.sharded.ranks.everyone)
         self._held = False  # inside no_sync
         self._persistence = Persistence(parts)
         self._phases = Phases(parts.sharded, parts.optimizer, parts.mesh.device, parts.mesh.world.rank)
-        self._scaled = False  # the loss of the coming backward pass carries the loss scale
         self._batches: Iterator[Any] | None = None
         self.last_step: StepRecord | None = None
-        self.sharded.hooks.backward.check = self._check_backward
+        self.sharded.hooks.backward.check = self._check_scaled
         self._compiled: CompiledModule | None = None
         if self.config.compile.deepcompile:
             self.compile()
@@ -171,9 +180,7 @@ class Engine:
     @property
     def closes_step(self) -> bool:
         """Whether the current micro-batch is the last one before an update."""
-        if not self.config.managed_gradient_accumulation:
-            return True
-        return (self.counters.micro_steps + 1) % self.batch.accumulation == 0
+        return self._accumulation.closes
 
     def _need_optimizer(self) -> ShardedOptimizer:
         if self.optimizer is None:
@@ -206,7 +213,6 @@ class Engine:
             RuntimeError: whatever the module raises; where dtypes do not go together, with those of the inputs. Or it
                 is called under a ``torch.autocast`` that contradicts the configuration.
         """
-        self._scaled = False
         self.sharded.closes_step = self.closes_step and not self._held
         inputs, kwargs = self.precision.cast(inputs), self.precision.cast(kwargs)
         with self._garbage.held(), self.timers.measure("forward"), self.precision.forward_context(self.rank):
@@ -235,53 +241,174 @@ class Engine:
         )
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply a loss by the loss scale, for ``engine.scale(loss).backward()``. At least in fp32."""
-        self._scaled = True
-        if self.loss_scale == 1.0:
-            return loss
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.loss_scale
+        """Multiply a loss (or outputs) by the loss scale, for ``engine.scale(loss).backward()``.
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Add the gradients of ``loss`` to what has accumulated.
-
-        Args:
-            loss: a scalar with a graph.
-            retain_graph: keep the graph for another backward pass.
-            scale_wrt_gas: divide the loss by ``gradient_accumulation_steps`` first, so that the gradients of a step
-                are a mean over micro-batches.
-
-        Returns:
-            The loss so divided.
+        The loss may depend on several engines: one of them scales it, and the backward pass tells the others.
 
         Raises:
-            TypeError, ValueError: ``loss`` is no such tensor.
+            RuntimeError: it is scaled already.
         """
+        return self.sharded.scaled(loss, self.loss_scale) if self._scales else loss
+
+    @property
+    def _scales(self) -> bool:
+        """Losses must carry a loss scale."""
+        return self.optimizer is not None and self.optimizer.scaler.active
+
+    @overload
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        gradient: None = None,
+        weight: float | torch.Tensor | None = None,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def backward(
+        self,
+        loss: Outputs,
+        *,
+        gradient: Gradients,
+        weight: float | torch.Tensor | None = None,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> None: ...
+
+    def backward(
+        self,
+        loss: Outputs,
+        *,
+        gradient: Gradients | None = None,
+        weight: float | torch.Tensor | None = None,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> torch.Tensor | None:
+        """Add the gradients of ``loss`` to what has accumulated.
+
+        It may be called several times in a step, for parts of a loss or for several losses, in any order. The loss may
+        depend on other engines too: their gradients accumulate in the same pass, each with its own loss scale.
+
+        Args:
+            loss: a scalar with a graph. With ``gradient`` any output, or a list of outputs.
+            gradient: the gradient of ``loss``, in its shape, where something else than a loss says what it is. A list
+                for a list; None in it stands for 1, beside a scalar.
+            weight: how many items, such as tokens, ``loss`` is the sum over. The step then uses the gradient of the
+                mean over the items of all micro-batches and ranks, however they are spread; up to the step, gradients
+                are those of the sum. For all losses of a step or for none.
+            retain_graph: keep the graph for another backward pass.
+            scale_wrt_gas: divide the loss by ``gradient_accumulation_steps`` first, so that the gradients of a step
+                are a mean over micro-batches. The same for a gradient that is given.
+
+        Returns:
+            The loss so divided; None with ``gradient``.
+
+        Raises:
+            TypeError, ValueError: ``loss`` is no such tensor, or the gradients do not go with the outputs.
+            RuntimeError: other losses of this step had a weight and this one has none, or the other way round; or it
+                has one and depends on other engines that train.
+        """
+        share = self.batch.accumulation if scale_wrt_gas and weight is None else 1
+        self._items.require(weight)
+        if gradient is not None:
+            self._backward_from(loss, gradient, weight, share, retain_graph=retain_graph)
+            return None
         if not isinstance(loss, torch.Tensor):
+            several = isinstance(loss, (tuple, list))
+            hint = "add losses up; outputs need gradient=" if several else "loss.item() and float(loss) have no graph"
             raise TypeError(
-                f"rank {self.rank}: engine.backward takes the loss tensor, got a {type(loss).__name__} (loss.item() "
-                "and float(loss) have no graph)"
+                f"rank {self.rank}: engine.backward takes the loss tensor, got a {type(loss).__name__} ({hint})"
             )
         if loss.numel() != 1 or not loss.requires_grad:
+            hint = "" if loss.numel() == 1 else "; outputs that are no loss need gradient="
             raise ValueError(
                 f"rank {self.rank}: engine.backward takes a scalar loss that depends on trained parameters, got a "
-                f"tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
+                f"tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}{hint}"
             )
-        if scale_wrt_gas and self.batch.accumulation > 1:
-            loss = loss / self.batch.accumulation
-        self.sharded.check_backward()  # before the graph is touched, so that it can be walked later
-        self.sharded.closes_step = self.closes_step and not self._held
-        with self._garbage.held(), self.timers.measure("backward"):
+        if share > 1:
+            loss = loss / share
+        with self._pass_over([loss], weight):
             self.scale(loss).backward(retain_graph=retain_graph)
-        self.observer.loss(loss)
+        if weight is None:
+            self.observer.loss(loss)
+        else:
+            self._items.saw(loss)
         return loss
 
-    def _check_backward(self) -> None:
-        self.sharded.check_backward()
-        if self.optimizer is not None and self.optimizer.scaler.active and not self._scaled:
+    @contextmanager
+    def _pass_over(self, outputs: Sequence[torch.Tensor], weight: float | torch.Tensor | None) -> Iterator[None]:
+        """What goes with every backward pass that the engine is asked for."""
+        if weight is not None and self.sharded.others_behind(outputs):
+            raise RuntimeError(
+                f"rank {self.rank}: a loss with weight= depends on other engines that train, whose steps do not know "
+                "of the weight; divide the loss by the number of all items yourself, or detach what they made"
+            )
+        self.sharded.check_backward()  # before the graph is touched, so that it can be walked later
+        self.sharded.closes_step = self.closes_step and not self._held
+        try:
+            with self._garbage.held(), self.timers.measure("backward"):
+                yield
+        except Exception:
+            if not self.sharded.holds_gradients:  # those of the step went with the pass that failed
+                self._items.restart()
+            raise
+        self._items.add(weight)
+
+    def _backward_from(
+        self,
+        outputs: Outputs,
+        gradient: Gradients,
+        weight: float | torch.Tensor | None,
+        share: int,
+        *,
+        retain_graph: bool,
+    ) -> None:
+        scale = self.loss_scale
+        try:
+            tensors, gradients = seeds(outputs, gradient, share=share, scale=scale)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"rank {self.rank}: {error}") from None
+        with self._pass_over(tensors, weight), self.sharded.announced(tensors, scale):
+            torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
+
+    def _check_scaled(self, carried: float | None) -> None:
+        if self._scales and carried is None:
             raise RuntimeError(
                 f"rank {self.rank}: with fp16 the loss must carry the loss scale, or gradients underflow: call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
             )
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before an update; the same as ``closes_step``."""
+        return self.closes_step
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether the current micro-batch, and those after it, close an optimizer step.
+
+        `step` then acts if and only if they do, however many there were. The loss is still divided by
+        ``gradient_accumulation_steps`` (see ``scale_wrt_gas``). None goes back to counting, from the last update on.
+
+        Raises:
+            RuntimeError: ``managed_gradient_accumulation`` is false, where every `step` is an update.
+        """
+        if not self._accumulation.managed:
+            raise RuntimeError(
+                f"rank {self.rank}: there is no boundary to set where managed_gradient_accumulation is false: every "
+                "engine.step() is an update. Call it where one is due, or set the key to true"
+            )
+        self._accumulation.boundary = is_boundary
+
+    def zero_grad(self) -> None:
+        """Forget the gradients accumulated so far; every rank does so. The step begins anew."""
+        self.sharded.zero_grad()
+        self._restart()
+
+    def _restart(self) -> None:
+        """The next micro-batch is the first one of a step."""
+        self._accumulation.restart()
+        self._items.restart()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -311,11 +438,10 @@ class Engine:
         index = counters.applied_steps
         if not self.closes_step:
             self._count_micro_batch()
-            done = counters.micro_steps % self.batch.accumulation
             return StepRecord(
                 step=index,
                 stepped=False,
-                reason=f"accumulating: micro-batch {done} of {self.batch.accumulation}",
+                reason=self._accumulation.count(),
                 grad_norm=None,
                 clip_coefficient=1.0,
                 lr=self.learning_rates[0],
@@ -325,8 +451,9 @@ class Engine:
             self.schedule.apply(index)
         lr = self.learning_rates[0]
         with self._garbage.held(), self.timers.measure("step"):
-            result = optimizer.step()
+            result = optimizer.step(divisor=self._divisor())
         self._count_micro_batch()
+        self._restart()
         counters.global_steps += 1
         counters.skipped_steps += not result.stepped
         if self.schedule is not None:
@@ -343,6 +470,16 @@ class Engine:
         self.observer.stepped(self.counters, record)
         self._garbage.stepped()
         return record
+
+    def _divisor(self) -> float:
+        """What the gradients of this step are to be divided by: the items that the loss is a mean over, if counted."""
+        items = self._items.everywhere()
+        if items is None:
+            return 1.0
+        if self._items.mean_loss is not None:
+            self.observer.loss(self._items.mean_loss)
+        averaged = self.sharded.policy.reduce_op == "mean"
+        return items / (self.sharded.ranks.everyone.size if averaged else 1)
 
     def _count_micro_batch(self) -> None:
         self.counters.micro_steps += 1
@@ -361,9 +498,14 @@ class Engine:
 
         Raises:
             StopIteration: ``data_iter`` is at its end, and so is the last step.
-            RuntimeError: it ended in the middle of a step; or there is no training data.
+            RuntimeError: it ended in the middle of a step; there is no training data; the boundary is set by hand.
             TypeError, ValueError: it is no iterator; the module returned no loss.
         """
+        if self._accumulation.boundary is not None:
+            raise RuntimeError(
+                f"rank {self.rank}: train_batch counts its micro-batches itself; call "
+                "set_gradient_accumulation_boundary(None) first, or write the loop out"
+            )
         batches = data_iter if data_iter is not None else self._training_batches()
         if not isinstance(batches, Iterator):
             raise TypeError(
@@ -402,14 +544,39 @@ class Engine:
     @torch.no_grad()
     def eval_batch(self, batch: Any) -> torch.Tensor:
         """The loss of one batch in evaluation mode, averaged over ranks. Collective."""
-        training = self.module.training
         self._garbage.boundary()
-        self.module.eval()
-        try:
-            with self._garbage.held():
-                return self._mean(loss_of(self.call_with(batch)).float())
-        finally:
-            self.module.train(training)
+        with self._garbage.held(), evaluating(self.module):
+            return self._mean(loss_of(self.call_with(batch)).float())
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """The whole module on every rank, in evaluation mode and without gradients: for generating. Collective.
+
+        Forward passes inside need nothing from other ranks, so that each rank may make as many as its own sequences
+        take, at every stage. All ranks enter, and go on together after it. It may stand anywhere: between steps, or
+        between forward and backward. While it lasts each rank holds all parameters in the dtype that they compute in.
+
+            with engine.generation():
+                tokens = engine.module.generate(prompt, max_new_tokens=200)
+
+        Raises:
+            RuntimeError: at the end, a parameter was changed in place; see `gathered` for that.
+        """
+        with resident(self.sharded), torch.no_grad(), evaluating(self.module):
+            yield
+
+    def gathered(
+        self,
+        parameters: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        *,
+        modifier_rank: int | None = None,
+    ) -> AbstractContextManager[None]:
+        """Keep ``parameters`` whole within the context, to look at or to change them. Collective.
+
+        Works at every stage. What is written to them in place is kept: that of ``modifier_rank``, or without it what
+        all ranks have written alike. See `drivetrain.zero.gathered`.
+        """
+        return gathered(self.sharded, parameters, modifier_rank=modifier_rank)
 
     def _mean(self, value: torch.Tensor) -> torch.Tensor:
         total = value.reshape(1).clone()
@@ -498,16 +665,15 @@ class Engine:
             RuntimeError: in the middle of an accumulation, or between backward and step; gradients would be lost.
             CheckpointError: it could not be written; what was there before is untouched.
         """
-        if self.counters.micro_steps % self.batch.accumulation and self.config.managed_gradient_accumulation:
+        if self._accumulation.within_step:
             raise RuntimeError(
-                f"rank {self.rank}: save in the middle of an accumulation (micro-batch "
-                f"{self.counters.micro_steps % self.batch.accumulation} of {self.batch.accumulation}) would lose its "
-                "gradients; save after the step that updates"
+                f"rank {self.rank}: save in the middle of an accumulation (micro-batch {self._accumulation.done} of "
+                f"{self.batch.accumulation}) would lose its gradients; save after the step that updates"
             )
         if self.sharded.holds_gradients:
             raise RuntimeError(
                 f"rank {self.rank}: save between backward and step would lose the gradients; save after engine.step(), "
-                "or drop them first with engine.sharded.zero_grad()"
+                "or drop them first with engine.zero_grad()"
             )
         self._garbage.boundary()
         with self._garbage.held():
@@ -542,6 +708,7 @@ class Engine:
         loaded = self._persistence.load(directory, tag, parts, strict=strict)
         if parts.data:
             self._batches = None
+        self._restart()
         if parts.schedule:
             self.counters = Counters(**loaded.metadata["counters"])
             if self.schedule is not None:

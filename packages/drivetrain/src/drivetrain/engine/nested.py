@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -44,6 +46,18 @@ def _contents(output: object) -> str:
         found = [field.name for field in fields(output) if getattr(output, field.name, None) is not None]
         return f"the dataclass {type(output).__name__} with {listed(found) or 'nothing'} in it"
     return f"something of type {type(output).__name__}"
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode within the context, and each part of ``module`` in its own mode again after it."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 def listed(values: Iterable[object]) -> str:

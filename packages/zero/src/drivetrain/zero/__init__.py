@@ -7,7 +7,7 @@ from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
 from drivetrain.zero.build import Init, whole
 from drivetrain.zero.codec import INT4_GRADIENTS, INT8_WEIGHTS
 from drivetrain.zero.compiled import CompiledModule, CompileOptions, CompileReport, compile_sharded
-from drivetrain.zero.gathering import gathered
+from drivetrain.zero.gathering import gathered, resident
 from drivetrain.zero.gathers import Synchronous
 from drivetrain.zero.leaf import LeafRule
 from drivetrain.zero.moving import move_states, return_states, state_kinds
@@ -49,6 +49,7 @@ __all__ = [
     "compile_sharded",
     "gathered",
     "move_states",
+    "resident",
     "return_states",
     "shard",
     "state_kinds",

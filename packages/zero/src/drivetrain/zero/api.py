@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -46,6 +46,7 @@ from drivetrain.zero.layout import fill_buckets
 from drivetrain.zero.packed import PACKABLE
 from drivetrain.zero.parking import GRADIENTS, PARAMETERS, WEIGHTS, MovedStates
 from drivetrain.zero.policy import Policy
+from drivetrain.zero.provenance import announce, others_behind, scaled
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
@@ -103,7 +104,7 @@ class ShardedModule:
         self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.closes_step = True
         self.hooks = Hooks(module, units, residency, reducer, self.reduces, lambda: self.closes_step)
-        self.hooks.backward.check = self.check_backward
+        self.hooks.backward.admit = self.check_backward
         self.guard = Guard(module, units, ranks.shard.world.rank, moved)
 
     @property
@@ -134,6 +135,41 @@ class ShardedModule:
             yield
         finally:
             self.closes_step = before
+
+    def scaled(self, loss: torch.Tensor, scale: float) -> torch.Tensor:
+        """``loss * scale``, for a backward pass whose gradients carry a loss scale.
+
+        The pass tells this module, and every sharded module that the loss comes from, which scale it brings: each
+        converts its gradients to its own optimizer's scale.
+
+        Raises:
+            RuntimeError: the loss carries a loss scale already; or, in the backward pass, it meets another one.
+        """
+        return scaled(loss, scale, self.hooks.backward)
+
+    @contextmanager
+    def announced(self, outputs: Sequence[torch.Tensor], scale: float) -> Iterator[None]:
+        """As `scaled`, for a backward pass in this context from ``outputs`` with gradients that carry ``scale``."""
+        handles = announce(outputs, scale, self.hooks.backward)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def others_behind(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether other sharded modules that are trained would get gradients of ``outputs``."""
+        return others_behind(outputs, self.hooks.backward)
+
+    def release(self) -> None:
+        """Let go of what was kept whole for graphs that may yet run backward; an optimizer step does that too.
+
+        Stage 3 keeps parameters whole from a backward pass with ``create_graph``, or a call whose outputs hide their
+        tensors, to the next step. Graphs from before cannot run backward after this.
+        """
+        self.hooks.backward.settle()
+        self.hooks.forget_calls()
+        self.residency.release_all()
 
     def zero_grad(self) -> None:
         """Forget the gradients accumulated so far."""

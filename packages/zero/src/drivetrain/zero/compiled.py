@@ -253,7 +253,7 @@ class CompiledModule:
         """A part of the module is called by itself, where no graph brings in its parameters."""
 
         def before(module: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or self._alone:
                 return None
             if self._calling:  # it has run the module instead of compiling it
                 self._plans.give_up("torch.compile is switched off")
@@ -309,6 +309,7 @@ class CompiledModule:
         sharded.hooks.backward.enter()
         if synchronous.before_reduction:
             wait_for(gradient.device)
+        gradient = sharded.hooks.backward.converted(gradient)
         sharded.reducer.take(self._lanes[group], slot, gradient, reduces=sharded.reduces())
         if synchronous.after_reduction:
             sharded.reducer.drain()
@@ -325,6 +326,8 @@ class CompiledModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+        if self._alone:
+            return self._forward(*args, **kwargs)
         self._agreed, self._calling = False, True
         live = [unit for unit in self._sharded.units if unit.live and not unit.resident]
         shown = [bucket for unit in live for bucket in unit.buckets]
@@ -344,6 +347,11 @@ class CompiledModule:
         self._leave(reason)
         self._sharded.hooks.enter_late(self._module, args, kwargs)
         return self._forward(*args, **kwargs)
+
+    @property
+    def _alone(self) -> bool:
+        """Nothing is needed from other ranks, which may not be making this pass: all is whole, and stays so."""
+        return self._sharded.residency.all_pinned and not torch.is_grad_enabled()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._compiled is not None

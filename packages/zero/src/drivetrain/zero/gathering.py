@@ -9,6 +9,11 @@
 
 Edits are kept. With ``modifier_rank`` that rank's values win; without, every rank must have made the same edit, and one
 that differs is an error on all of them: silently keeping each rank's own slice would leave a model that nobody wrote.
+
+    with resident(sharded), torch.no_grad():        # the whole module, to read only
+        tokens = generate(model, prompt)            # as many forward passes as this rank likes
+
+Passes through modules that are whole need nothing from other ranks, so each rank may make its own in either context.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ def gathered(
     """Keep ``parameters`` whole within the context, and keep what is written to them in place. Collective.
 
     Works at every stage; forward passes inside are fine, optimizer steps are not. Parameters come and go by unit: those
-    of the same block are whole as well, but edits to them are lost, so name all that you edit.
+    of the same block are whole as well, but edits to them are lost, so name all that you edit. (The next forward pass
+    or step refuses to go on from a lost edit that it can see, which is one that was not made through ``.data``.)
 
     Args:
         sharded: the module.
@@ -53,25 +59,51 @@ def gathered(
     if modifier_rank is not None and not 0 <= modifier_rank < everyone.size:
         raise ValueError(f"modifier_rank must be one of the {everyone.size} ranks, got {modifier_rank}")
     chosen = _find(sharded, parameters)
-    units = {id(unit): unit for unit, _, _ in chosen}.values()
+    units = tuple({id(unit): unit for unit, _, _ in chosen}.values())
     buckets = {id(bucket): bucket for _, bucket, _ in chosen}.values()
-    sharded.moved.require("`gathered`", WEIGHTS)
-    sharded.hooks.backward.settle()
-    sharded.residency.release_others()
-    for unit in units:
-        unit.pins += 1
-        unit.start_gather(exact=True, during="gathered")
-    for unit in units:
-        unit.finish_gather()
-    try:
+    with _pinned(sharded, units):
         yield
         _agree([slot for _, _, slot in chosen], sharded, modifier_rank)
         for bucket in buckets:
             bucket.adopt_whole()
+        sharded.guard.accept(slot for _, _, slot in chosen)
+
+
+@contextmanager
+def resident(sharded: ShardedModule) -> Iterator[None]:
+    """Keep the whole module on every rank within the context, to read only. Collective at its beginning.
+
+    For generation and other work that ranks do at their own pace: forward passes inside need nothing from other ranks,
+    so their number may differ. Works at every stage, also between forward and backward; optimizer steps inside are
+    refused. While it lasts each rank holds all parameters in the dtype that they compute in.
+
+    Raises:
+        RuntimeError: at the end, a parameter was changed in place; see `gathered` for that.
+    """
+    with _pinned(sharded, sharded.units):
+        yield
+        changed = next(sharded.guard.edited(), None)
+        if changed is not None:
+            raise RuntimeError(
+                f"rank {sharded.axis.world.rank}: parameter '{changed.name}' was changed where the module is whole to "
+                "be read only, and the change would not be kept; make it inside of `gathered(...)`"
+            )
+
+
+@contextmanager
+def _pinned(sharded: ShardedModule, units: tuple[Unit, ...]) -> Iterator[None]:
+    sharded.moved.require("`gathered`", WEIGHTS)
+    sharded.hooks.backward.settle()
+    sharded.guard.take_edits()
+    fresh = sharded.residency.pin(units)
+    try:
+        yield
+    except BaseException:  # what was written goes with the whole parameters
+        released = (bucket for unit in units if not unit.resident for bucket in unit.buckets)
+        sharded.guard.accept(slot for bucket in released for slot in bucket.slots)
+        raise
     finally:
-        for unit in units:
-            unit.pins -= 1
-            unit.release()
+        sharded.residency.unpin(units, fresh)
 
 
 def _find(

@@ -1,15 +1,15 @@
 """What a program does to a sharded module besides calling it: let it work, or refuse it in words.
 
 The problem: a module has doors that know nothing of sharding. `state_dict` hands out placeholders, `load_state_dict`
-writes into them, or into low-precision copies that the next step overwrites; ``module.half()`` and assignments to
-``.data`` put tensors in the parameters' place that nobody updates, and adapters add some; a pickle or a copy of the
-module takes buckets and process groups along. Each of these goes wrong without a word, and is found days later. The
-idea: torch has a hook at each of these doors, and looking costs next to nothing.
+and changes in place write into them, or into low-precision copies that the next step overwrites; ``module.half()`` and
+assignments to ``.data`` put tensors in the parameters' place that nobody updates, and adapters add some; a pickle or a
+copy of the module takes buckets and process groups along. Each of these goes wrong without a word, and is found days
+later. The idea: torch has a hook at each of these doors, and a version for each tensor; looking costs next to nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -61,6 +61,7 @@ class Guard:
         self._rank = rank
         self._moved = moved
         self._slots: dict[int, Slot] = {id(slot.parameter): slot for unit in units for slot in _slots(unit)}
+        self._versions = {key: slot.parameter._version for key, slot in self._slots.items()}
         self._places = list(self._find_places(root))
         self._shape = _Shape(root)
         root.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -100,6 +101,41 @@ class Guard:
                 self._refuse_change(slot, "was given other memory", found)
         if self._shape.changed():
             self._refuse_added()
+        self.take_edits()
+
+    def edited(self) -> Iterator[Slot]:
+        """What was written to in place since it was last accepted. (Writes through ``.data`` are not seen.)"""
+        versions = self._versions
+        return (slot for key, slot in self._slots.items() if slot.parameter._version != versions[key])
+
+    def accept(self, slots: Iterable[Slot]) -> None:
+        """What was written to these is kept."""
+        for slot in slots:
+            self._versions[id(slot.parameter)] = slot.parameter._version
+
+    def take_edits(self) -> None:
+        """Keep what a program wrote to parameters in place, or refuse it where it would be lost.
+
+        Parameters that are pinned wait: whoever pinned them decides at the end.
+        """
+        changed = {id(slot.parameter) for slot in self.edited()}
+        if not changed:
+            return
+        lost: list[Slot] = []
+        for bucket in (bucket for unit in self._units if not unit.pins for bucket in unit.buckets):
+            found = [slot for slot in bucket.slots if id(slot.parameter) in changed]
+            self.accept(found)
+            if found and bucket.resident:
+                bucket.adopt_published()
+            elif found:
+                lost += found
+        if lost:
+            raise RuntimeError(
+                f"rank {self._rank}: parameter '{lost[0].name}' was changed in place, one of {len(lost)}, and the "
+                "change is lost: at stage 3 a parameter is whole only around its use, and what a rank writes to it is "
+                "not kept. Change it inside of `with engine.gathered(parameters):` (drivetrain.zero.gathered), and "
+                "name there each one that is changed"
+            )
 
     def _refuse_added(self) -> None:
         """Modules may be added and wrapped, parameters may not."""
@@ -151,6 +187,7 @@ class Guard:
         for bucket in (bucket for unit in self._units for bucket in unit.buckets):
             if bucket.resident and any(id(slot.parameter) in own for slot in bucket.slots):
                 bucket.adopt_published()
+                self.accept(slot for slot in bucket.slots if id(slot.parameter) in own)
 
 
 def _slots(unit: Unit) -> list[Slot]:

@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.zero.casts import CastCopies
 from drivetrain.zero.order import Phase
+from drivetrain.zero.provenance import mark_call, mark_parameter
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
 from drivetrain.zero.unit import Call, Unit
@@ -110,15 +111,23 @@ def own_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 
 
 def _nothing() -> None:
-    """The check of a pass that nobody objects to."""
+    """Nobody objects to a pass."""
+
+
+def _anything(scale: float | None) -> None:
+    """The check of gradients that nobody objects to."""
 
 
 class BackwardPass:
-    """Knows whether a backward pass is under way, and runs what must happen at its end.
+    """Knows whether a backward pass is under way and what it carries, and runs what must happen at its end.
 
     Attributes:
         number: passes begun so far.
-        check: called when a pass begins; may raise to refuse it.
+        admit: called when a pass begins; may raise to refuse it.
+        check: called before the first gradient of a parameter is taken, with the loss scale that the pass carries, as
+            far as that is known; may raise to refuse it.
+        own_scale: the loss scale that gradients are stored with.
+        trains: there are parameters that take gradients.
     """
 
     def __init__(
@@ -129,14 +138,20 @@ class BackwardPass:
         self._on_abandon = on_abandon
         self.active = False
         self.number = 0
-        self.check: Callable[[], None] = _nothing
+        self.check: Callable[[float | None], None] = _anything
+        self.admit: Callable[[], None] = _nothing
+        self.own_scale: Callable[[], float] = lambda: 1.0
+        self.trains = False
+        self._carried: float | None = None
+        self._factor: float | None = None
 
     def enter(self) -> None:
         """Called by every hook that runs inside backward; the first call begins the pass."""
         if not self.active:
-            self.check()
+            self.admit()
             self.active = True
             self.number += 1
+            self._factor = None
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
             self._on_begin()
 
@@ -144,9 +159,38 @@ class BackwardPass:
         self.active = False
         self._on_end()
 
+    def carry(self, scale: float) -> None:
+        """The pass that runs now brings gradients that are ``scale`` times those of the loss.
+
+        Raises:
+            RuntimeError: another scale was announced for the same pass.
+        """
+        if self._carried is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._carry_nothing)
+        elif self._carried != scale:
+            raise RuntimeError(
+                f"one backward pass brings gradients with the loss scales {self._carried:g} and {scale:g} to the same "
+                "parameters: several engines have scaled parts of a loss. Add the parts up and let one engine scale "
+                "the sum, or run a backward pass for each"
+            )
+        self._carried = scale
+
+    def _carry_nothing(self) -> None:
+        self._carried = None
+
+    def converted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A parameter's gradient of the running pass, with the loss scale that gradients are stored with."""
+        if self._factor is None:
+            self.check(self._carried)
+            self._factor = 1.0 if self._carried is None else self.own_scale() / self._carried
+        return gradient if self._factor == 1.0 else gradient * self._factor
+
     def settle(self) -> None:
         """Outside backward: if the last pass never ended, an exception stopped it. Clean up after it."""
-        if self.active and not inside_backward():
+        if inside_backward():
+            return
+        self._carried = None
+        if self.active:
             self.active = False
             self._on_abandon()
 
@@ -185,12 +229,13 @@ class Hooks:
         self._lanes_of: dict[Unit, tuple[int, ...]] = {}
         self._accumulators: list[Node] = []  # autograd forgets one that nobody holds, and its hooks with it
         self.backward = BackwardPass(self._begin_backward, self._end_backward, self._abandon_backward)
+        self.backward.trains = any(bucket.trainable for unit in units for bucket in unit.buckets)
         self._install()
 
     def _install(self) -> None:
         add = self._handles.append
         add(self._root.register_forward_pre_hook(self._before_root, prepend=True))
-        add(self._root.register_forward_hook(self._after_root))
+        add(self._root.register_forward_hook(self._after_root, with_kwargs=True))
         self.resume()
         lane = 0
         for unit in self._units:
@@ -200,6 +245,7 @@ class Hooks:
                     for index, slot in enumerate(bucket.slots):
                         node = accumulator(slot.parameter)
                         self._accumulators.append(node)
+                        mark_parameter(node, self.backward)
                         add(node.register_prehook(self._taker(unit, lane, index)))
                     lane += 1
             self._lanes_of[unit] = tuple(range(first, lane))
@@ -281,7 +327,7 @@ class Hooks:
         if inside_backward():
             return
         self.backward.settle()
-        self._residency.order.restart()
+        self._residency.restart()
         for unit in self._units:
             for bucket in unit.buckets:
                 for slot in bucket.slots:
@@ -292,14 +338,16 @@ class Hooks:
                             "model."
                         )
 
-    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if inside_backward():
             return
-        for tensor in differentiable(output):
+        outputs = differentiable(output)
+        for tensor in outputs:
             tensor.register_hook(self._on_root_gradient)
+        mark_call(differentiable((args, kwargs)), outputs, self.backward)
         # With gradients enabled backward may come, though the output hides its tensors from us: stay until it has.
         if not torch.is_grad_enabled():
-            self._release_all()
+            self._residency.release_idle()
 
     def _unit_entrance(self, unit: Unit) -> Callable[..., tuple[Any, Any] | None]:
         copies = self._copies_of(unit)
@@ -330,7 +378,7 @@ class Hooks:
                 # An input that is handed on as it came owes nothing to the parameters.
                 if (id(tensor), tensor._version) not in unit.call.given:
                     tensor.register_hook(before_backward)
-            if watched and not inside_backward():
+            if watched and not inside_backward() and not unit.pins:  # else it may be this rank's own call
                 unit.ahead += 1
                 unit.call.ahead = True
             if inside_backward() or (module is self._root and watched):
@@ -371,7 +419,8 @@ class Hooks:
     def _begin_backward(self) -> None:
         # With create_graph, what is made now can be differentiated, in nodes that read parameters and that no hook of
         # ours precedes. So all that is whole stays, until the optimizer step.
-        self._residency.held |= torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self._residency.hold()
         for unit in self._units:
             unit.missing = unit.trainable_count
             unit.open_calls.clear()
@@ -401,7 +450,7 @@ class Hooks:
             call.ahead = False
             unit.ahead = max(0, unit.ahead - 1)
         if self._root in unit.modules:
-            return  # it encloses all others: often its output is that of the last of them
+            return  # its call is around all others, and may begin with the same output as the last of them
         through = [other for other in self._entered if other is not unit and not other.ahead]
         lanes = [lane for other in through for lane in self._entered.pop(other)]
         self._entered[unit] = self._lanes_of[unit]
@@ -431,7 +480,8 @@ class Hooks:
         def take(gradients: Gradients) -> Gradients:
             self.backward.enter()
             if gradients[0] is not None:
-                self._reducer.take(lane, index, gradients[0], reduces=self._reduces())
+                gradient = self.backward.converted(gradients[0])
+                self._reducer.take(lane, index, gradient, reduces=self._reduces())
                 unit.missing -= 1
                 self._release_if_done(unit)
             return (None,)
@@ -450,12 +500,9 @@ class Hooks:
 
     def _end_backward(self) -> None:
         self._reducer.finish_backward(reduces=self._reduces(), closes=self._closes())
-        self._release_all()
-
-    def _release_all(self) -> None:
-        if not self._residency.held:
-            self._residency.release_all()
+        self._residency.release_idle()
 
     def _abandon_backward(self) -> None:
-        self._residency.release_all()
+        self._residency.release_idle()
+        self._residency.release_others()
         self._reducer.abandon_backward()

@@ -144,6 +144,7 @@ class ShardedOptimizer:
         self.sharded = sharded
         self.optimizer = optimizer
         self.scaler = scaler or LossScaler()
+        sharded.hooks.backward.own_scale = lambda: self.scaler.scale
         self.max_norm = max_norm
         self._require_all = require_all
         self._skip_non_finite = skip_non_finite
@@ -240,10 +241,14 @@ class ShardedOptimizer:
         return self.optimizer.param_groups
 
     @torch.no_grad()
-    def step(self) -> StepResult:
+    def step(self, *, divisor: float = 1.0) -> StepResult:
         """Reduce what is left, check, clip, update, and publish the new parameters. Collective.
 
         Accumulated gradients are consumed, also when the step is skipped.
+
+        Args:
+            divisor: what the gradients are divided by first, besides the loss scale; the same on all ranks. The norm
+                and the clipping are those of the divided gradients.
 
         Raises:
             RuntimeError: no parameter has a gradient on any rank, or not all have while ``require_all``.
@@ -253,22 +258,23 @@ class ShardedOptimizer:
         sharded.moved.require("an optimizer step")
         if any(unit.pins for unit in sharded.units):
             raise RuntimeError(
-                f"rank {sharded.axis.world.rank}: step() inside a `gathered` context, whose whole parameters would be "
-                "out of date; leave the context first"
+                f"rank {sharded.axis.world.rank}: step() inside a `gathered` or `resident` context, whose whole "
+                "parameters would be out of date; leave the context first"
             )
         sharded.hooks.backward.settle()
         sharded.hooks.forget_calls()
+        sharded.guard.take_edits()
         sharded.residency.release_all()
         sharded.reducer.drain()
         scale = self.scaler.scale
-        norm = self._survey() / scale
+        norm = self._survey() / (scale * divisor)
         sharded.reducer.agree_on_order()
         finite = math.isfinite(norm)
         if not finite and self._skip_non_finite:
             return self._skip(norm, scale)
         self._skipped_in_a_row = 0
         coefficient = clip_coefficient(norm, self.max_norm)
-        self._update(coefficient / scale)
+        self._update(coefficient / (scale * divisor))
         self.scaler.update(overflow=False)
         return StepResult(stepped=True, reason=None, grad_norm=norm, clip_coefficient=coefficient, loss_scale=scale)
 
@@ -372,11 +378,11 @@ class ShardedOptimizer:
         self.sharded.reducer.clear()
         self.sharded.reducer.step_taken(trusted=True)
 
-    @staticmethod
-    def _tell_autograd(bucket: Bucket) -> None:
+    def _tell_autograd(self, bucket: Bucket) -> None:
         """Parameters changed behind autograd's back: let it refuse a backward pass over a graph from before."""
-        changed = (slot.parameter for slot, used in zip(bucket.slots, bucket.used, strict=True) if used)
-        torch.autograd.graph.increment_version(changed)
+        changed = [slot for slot, used in zip(bucket.slots, bucket.used, strict=True) if used]
+        torch.autograd.graph.increment_version(slot.parameter for slot in changed)
+        self.sharded.guard.accept(changed)
 
     def _give_gradients(self, sub: _SubGroup, factor: float) -> None:
         bucket = sub.bucket
@@ -513,7 +519,7 @@ class ShardedOptimizer:
                 name, kind = f"{part.slot.name}/{key}", _kind(key, value, part.tensor)
                 if kind != "elementwise":
                     whole = value if kind == "tensor" else self._scalar(part.tensor, key, value)
-                    first = own.numel > 0 and own.start == 0
+                    first = own.start == 0 and (own.numel > 0 or (part.slot.numel == 0 and bucket.axis.rank == 0))
                     slices[name] = FlatSlice(data=whole.view(-1), offset=0, shape=whole.shape, writes=first and writes)
                 elif bucket.split or purpose == "load":
                     slices[name] = FlatSlice(

@@ -1,11 +1,16 @@
 """Brings a unit's parameters in before they are read and lets them go after: ZeRO's stage 3.
 
 Prefetch and reuse are performance only. The one promise is `need`: when it returns, the unit's parameters can be read.
+
+Invariant: ranks gather in the same order. What is fetched ahead follows from the uses so far, so these must be the same
+on all ranks too. A unit that is pinned may be used by one rank alone (to generate, to log), so its uses leave no trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+
+import torch
 
 from drivetrain.zero.order import Phase, UseOrder
 from drivetrain.zero.policy import Policy
@@ -34,8 +39,21 @@ class Residency:
         self.held = False
         self.others: list[Callable[[], None]] = []
 
+    @property
+    def all_pinned(self) -> bool:
+        """A context keeps the whole module whole, so that its passes need nothing, and may be this rank's own."""
+        return all(unit.resident or unit.pins for unit in self._units)
+
+    def restart(self) -> None:
+        """A pass through the whole module begins."""
+        if not self.all_pinned:
+            self.order.restart()
+
     def need(self, unit: Unit, phase: Phase) -> None:
         """Return once ``unit`` is readable; send for what is expected next."""
+        if unit.pins:
+            return
+        _refuse_transforms(unit)
         self.order.record(unit.index, phase)
         unit.start_gather(during=phase.value)
         self._prefetch(unit, phase)
@@ -86,10 +104,49 @@ class Residency:
                 return False
         return False
 
+    def pin(self, units: Collection[Unit]) -> set[Unit]:
+        """Make ``units`` whole, exactly as they are stored, until `unpin`. Collective, as that is not.
+
+        Returns:
+            Those that were not whole before.
+        """
+        self.release_others()
+        fresh = {unit for unit in units if not unit.live}
+        for unit in units:
+            unit.start_gather(exact=True, during="gathered")
+            unit.pins += 1  # not before: what is whole but not exact must be let go first
+        for unit in units:
+            unit.finish_gather()
+        return fresh
+
+    def unpin(self, units: Collection[Unit], fresh: set[Unit]) -> None:
+        """The caller of `pin` is through with ``units``; ``fresh`` is what it was given."""
+        for unit in units:
+            unit.pins -= 1
+            if not unit.unseen and (unit in fresh or not self.held):
+                unit.release()
+
+    def hold(self) -> None:
+        """There will be graphs that read what is whole now, or within this backward pass, with no hook before."""
+        self.held = True
+        for unit in self._units:
+            unit.unseen |= unit.pins > 0
+
+    def _let_go(self, unit: Unit) -> None:
+        """Release ``unit``, unless there may be a graph that reads it with no hook before."""
+        if not (self.held or unit.unseen):
+            unit.release()
+
+    def release_idle(self) -> None:
+        """A pass has ended: release all that no graph may still read unseen."""
+        for unit in self._units:
+            self._let_go(unit)
+
     def release_all(self) -> None:
-        """Nothing that can be released stays whole."""
+        """Nothing that can be released stays whole: no graph from before will be run backward."""
         self.held = False
         for unit in self._units:
+            unit.unseen = False
             unit.release()
         self.release_others()
 
@@ -97,3 +154,13 @@ class Residency:
         """Only units have whole parameters."""
         for release in self.others:
             release()
+
+
+def _refuse_transforms(unit: Unit) -> None:
+    """Under some transforms of torch.func every result is a wrapper without memory, and no buffer to gather into."""
+    if not unit.live and torch._C._functorch.is_functorch_wrapped_tensor(unit.buckets[0].full[:0]):
+        raise RuntimeError(
+            f"a transform of torch.func (grad, vjp, jvp, jacrev, jacfwd ...) runs through '{unit.name}', whose "
+            "parameters are not whole on this rank, and they cannot be gathered within a transform. Apply it inside of "
+            "`with gathered(...)`, or use torch.autograd.grad, which works as it is."
+        )

@@ -51,7 +51,8 @@ class Unit:
         live: the parameters are whole and readable.
         call: the forward call that was begun last.
         open_calls: calls that the current backward pass has entered by an output and not left by all inputs.
-        unseen: there was a call whose outputs hide their tensors, so that backward comes without a sign.
+        unseen: since the last step there was a call whose outputs hide their tensors, so that backward comes without a
+            sign. Then the parameters stay until the next one.
         missing: gradients of parameters still to come in this backward pass.
         ahead: calls of this step, made in forward, that no backward pass has reached.
         pins: how many contexts ask for the parameters to stay whole.
@@ -129,5 +130,5 @@ class Unit:
         if self.live and not self.pins:
             for bucket in self.buckets:
                 bucket.release()
-            self.live = self.unseen = False
+            self.live = False
             self._presence.live -= self.numel
