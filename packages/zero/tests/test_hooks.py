@@ -771,6 +771,8 @@ class Scene:
 
 
 RECOMPUTES = ("none", "non-reentrant", "reentrant")
+RELEASES = (2, 3)
+"""For what can only go wrong where parameters come and go: stage 3, and one that shares all but that with it."""
 SCENES: dict[str, Scene] = {
     **{
         play.__name__.replace("_", " "): Scene(play)
@@ -804,34 +806,34 @@ SCENES: dict[str, Scene] = {
     "only one rank uses a block": Scene(only_one_rank_uses_a_block, stages=(0, 1, 2)),
     "only one rank has a second backward": Scene(only_one_rank_has_a_second_backward, stages=(0, 1)),
     **{f"blocks, {how}": Scene(accumulating, partial(Tower, recompute=how)) for how in RECOMPUTES[1:]},
-    **{f"adapters, {how}": Scene(accumulating, partial(Tower, Adapted, recompute=how)) for how in RECOMPUTES},
+    **{f"adapters, {how}": Scene(accumulating, partial(Tower, Adapted, recompute=how), RELEASES) for how in RECOMPUTES},
     **{f"siamese, {how}": Scene(accumulating, partial(Siamese, how)) for how in RECOMPUTES},
     **{
-        f"{play.__name__.replace('_', ' ')}, {name}, {how}": Scene(play, partial(Tower, block, recompute=how))
+        f"{play.__name__.replace('_', ' ')}, {name}, {how}": Scene(play, partial(Tower, block, recompute=how), RELEASES)
         for play in (two_forwards_before_one_backward, the_same_graph_twice, evaluation_between_forward_and_backward)
         for name, block in (("adapters", Adapted), ("half frozen", HalfFrozen))
         for how in RECOMPUTES[:2]
     },
     "an encoder in two subgraphs": Scene(accumulating, SideBySide),
-    **{f"blocks wrap tensors in a {kind}": Scene(wrapped, partial(Wrapping, kind, bare=True)) for kind in WRAPPERS},
     **{
-        f"the model wraps its output in a {kind}": Scene(wrapped, partial(Wrapping, kind, bare=False))
+        f"{what} wraps its output in a {kind}": Scene(wrapped, partial(Wrapping, kind, bare=bare), RELEASES)
+        for what, bare in (("a block", True), ("the model", False))
         for kind in WRAPPERS
     },
-    "auxiliary losses as attributes": Scene(auxiliary_losses, partial(Tower, RouterBlock)),
-    "auxiliary losses of a block's own": Scene(auxiliary_losses, partial(Tower, OwnRouterBlock)),
-    "cross attention": Scene(accumulating, partial(CrossTower, memory_first=False)),
-    "cross attention, memory first": Scene(accumulating, partial(CrossTower, memory_first=True)),
-    "cross attention, frozen": Scene(accumulating, partial(CrossTower, memory_first=False, frozen=True)),
-    "torch's transformer": Scene(with_evaluation, Transformer),
+    "auxiliary losses as attributes": Scene(auxiliary_losses, partial(Tower, RouterBlock), RELEASES),
+    "auxiliary losses of a block's own": Scene(auxiliary_losses, partial(Tower, OwnRouterBlock), RELEASES),
+    "cross attention": Scene(accumulating, partial(CrossTower, memory_first=False), RELEASES),
+    "cross attention, memory first": Scene(accumulating, partial(CrossTower, memory_first=True), RELEASES),
+    "cross attention, frozen": Scene(accumulating, partial(CrossTower, memory_first=False, frozen=True), RELEASES),
+    "torch's transformer": Scene(with_evaluation, Transformer, RELEASES),
     "odd parameters": Scene(accumulating, Odd),
     "recurrent and parametrized": Scene(with_evaluation, Recurrent),
     "tied by hand": Scene(classify, partial(TiedByHand, sparse=False)),
     "sparse gradients": Scene(classify, partial(TiedByHand, sparse=True)),
     "batch norm": Scene(batch_norm, WithBatchNorm),
     "frozen below, between and above": Scene(accumulating, Frozen),
-    "penalty through frozen blocks": Scene(gradient_penalty, Frozen),
-    "compiled blocks": Scene(simply, Compiled),
+    "penalty through frozen blocks": Scene(gradient_penalty, Frozen, RELEASES),
+    "compiled blocks": Scene(simply, Compiled, RELEASES),
 }
 
 

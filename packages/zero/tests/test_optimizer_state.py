@@ -82,6 +82,11 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
 }
 WHOLE = ("Adafactor",)  # whose state has shapes of its own
+EVERY_STAGE = ("AdamW", "Numbers")  # whose state is of all kinds; others have no more of them
+
+
+def stages_of(name: str) -> tuple[int, ...]:
+    return (0,) if name in WHOLE else (0, 1, 2, 3) if name in EVERY_STAGE else (0, 3)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class Key:
 
 
 KEYS = [
-    *(Key(name, stage) for name in MAKERS for stage in range(4) if name not in WHOLE or stage == 0),
+    *(Key(name, stage) for name in MAKERS for stage in stages_of(name)),
     *(Key("AdamW", stage, torch.bfloat16) for stage in range(4)),
 ]
 
