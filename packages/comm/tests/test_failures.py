@@ -187,5 +187,5 @@ def test_a_call_that_a_peer_never_makes_times_out(transport: str) -> None:
     for text in (zero, one):
         (two,) = [line for line in text.splitlines() if line.startswith("  rank 2: ")]
         assert "rank 2: is in no collective, since " in two
-        assert "in await_others: time.sleep(0.02)" in two
+        assert "in await_others: " in two  # in either line of its loop
     assert "its last one on axis 'shard' was number 0, all_reduce sum of 3 float32: the first" in zero

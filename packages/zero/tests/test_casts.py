@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -147,6 +148,7 @@ def watch(mesh: Mesh, rank: int, make: Callable[[], nn.Module], *, autocast: boo
     x = batch(rank).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         for step in range(2):  # what is allocated once only is there after the first
+            gc.collect()  # else models of earlier cases are freed in between
             sharded.zero_grad()
             x.grad = None
             before = bytes_in_use()

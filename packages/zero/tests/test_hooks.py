@@ -859,7 +859,9 @@ def compare(scene: Scene, rank: int, mesh: Mesh, policy: Policy, oracle: Run) ->
     wrong = {name: relative_error(found[name], expected[name]) for name in expected}
     results = zip(run.results, oracle.results, strict=False)
     wrong |= {f"result {i}": relative_error(*pair) for i, pair in enumerate(results)}
-    return "".join(f"{name} is off by {error:.2e}\n" for name, error in wrong.items() if not error < TOLERANCE)
+    single = {name for name, value in expected.items() if value.numel() == 1}  # where no rounding averages out
+    limits = {name: 10 * TOLERANCE if name in single else TOLERANCE for name in wrong}
+    return "".join(f"{name} is off by {error:.2e}\n" for name, error in wrong.items() if not error < limits[name])
 
 
 def play_all(rank: int, world_size: int, names: list[str]) -> dict[tuple[str, int], str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -52,6 +53,7 @@ class Failure:
 
 def run_job(job: Job) -> None:
     """Entry point of a rank's process. Ends the process itself, so that no destructor can hang it."""
+    gc.freeze()  # a collection would touch, and so copy, every page of what was imported before the fork
     _redirect_output(job.output_path)
     stacks = open(job.stacks_path, "w")  # noqa: SIM115 (faulthandler keeps the descriptor for the process's life)
     faulthandler.enable(stacks)
