@@ -14,9 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from drivetrain.engine.launch import LaunchError, LaunchSpec
 from drivetrain.engine.launch.rendezvous import Roster, listen
@@ -225,9 +227,15 @@ def first_node(port: int, nnodes: int = 2, timeout: float = PATIENCE) -> Iterato
         thread.join(PATIENCE)
 
 
+def await_joined(port: int, rank: int) -> None:
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store.wait([f"roster/joined/{rank}"], timedelta(seconds=PATIENCE))
+
+
 def test_a_node_of_another_shape_or_the_same_number_is_refused() -> None:
     port = free_port()
     with first_node(port, nnodes=3):
+        await_joined(port, 0)  # the first to come says how many ranks a node has
         with pytest.raises(
             LaunchError, match="node 1 was started for 3 nodes of 4 ranks, but the job has 3 nodes of 1"
         ):
