@@ -16,6 +16,7 @@ from drivetrain.zero.parking import StateKind
 from drivetrain.zero.policy import ErrorFeedback, Policy
 from drivetrain.zero.precision import LossScalePolicy, LossScaler
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.store import ShardStore, Stores
 from drivetrain.zero.tiled import TiledLinear
 from drivetrain.zero.values import TensorSource
 from drivetrain.zero.wire import AUTOCAST_CLASSES, WireRule
@@ -38,10 +39,12 @@ __all__ = [
     "ParameterAccess",
     "Policy",
     "Quantity",
+    "ShardStore",
     "ShardedModule",
     "ShardedOptimizer",
     "StateKind",
     "StepResult",
+    "Stores",
     "Synchronous",
     "TensorSource",
     "TiledLinear",

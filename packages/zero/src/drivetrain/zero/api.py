@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from drivetrain.comm import Axis, Mesh, all_gather, all_gather_object, broadcast
-from drivetrain.zero.bucket import Bucket
+from drivetrain.zero.bucket import Bucket, Homes
 from drivetrain.zero.build import Init
 from drivetrain.zero.exchange import GradientExchange
 from drivetrain.zero.fetch import ParameterExchange
@@ -52,6 +52,7 @@ from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
 from drivetrain.zero.split import is_placeholder
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.store import Home, ShardStore, Shelf, Stores
 from drivetrain.zero.unit import Presence, Unit
 from drivetrain.zero.values import Initialize, ParameterValues, TensorSource, find_values
 from drivetrain.zero.wire import WireRule
@@ -79,6 +80,7 @@ class ShardedModule:
         closes_step: whether the next backward pass is the last one before the optimizer step. Only stages that
             reduce once per step ask; with False they keep accumulating on their own.
         moved: which states are away (see `move_states`).
+        stores: where states live that are not on the device.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ShardedModule:
         parameters: ParameterExchange,
         reducer: GradientReducer,
         moved: MovedStates,
+        stores: Stores,
     ) -> None:
         self.module = module
         self.policy = policy
@@ -100,6 +103,7 @@ class ShardedModule:
         self.parameters = parameters
         self.reducer = reducer
         self.moved = moved
+        self.stores = stores
         self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
         self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.closes_step = True
@@ -191,7 +195,8 @@ class ShardedModule:
         for bucket in self.buckets:
             if not bucket.split:
                 purpose = f"master weights of {bucket.title}"
-                all_gather(bucket.master, bucket.master[bucket.own], self.axis, purpose=purpose).wait()
+                with bucket.at_hand(changes=True):
+                    all_gather(bucket.master, bucket.master[bucket.own], self.axis, purpose=purpose).wait()
             bucket.publish_master()
             if bucket.split and bucket.resident:
                 self.parameters.start(bucket, during="refresh_parameters").wait()
@@ -259,6 +264,7 @@ def shard(
     *,
     values: TensorSource | None = None,
     initialize: Initialize | None = None,
+    stores: Stores | None = None,
 ) -> ShardedModule:
     """Split ``module`` over the mesh's shard axis as ``policy`` says. Collective: every rank calls it.
 
@@ -282,6 +288,7 @@ def shard(
             parameters or buffers which are on the meta device and not in ``values``, when these have got memory, and
             fills them, as the ``reset_parameters`` of torch's layers do, or the ``_init_weights`` of a model of
             transformers. The first rank's numbers are what counts.
+        stores: where states live; None keeps all of them on the mesh's device.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -306,7 +313,9 @@ def shard(
     _prepare_buffers(module, ranks.everyone)
     # With one rank there is nothing to gather from: stage 3 would only copy. But quantised parameters are decoded.
     frozen = any(not p.requires_grad for p in module.parameters())
-    releases = policy.releases_parameters and (ranks.shard.size > 1 or (policy.frozen_rule is not None and frozen))
+    stores = stores or Stores()
+    elsewhere = (policy.frozen_rule is not None and frozen) or stores.parameters is not None
+    releases = policy.releases_parameters and (ranks.shard.size > 1 or elsewhere)
     groups = group_parameters(
         module,
         releases=releases,
@@ -317,7 +326,15 @@ def shard(
     moved = MovedStates(ranks.shard.world.rank)
     parameters = ParameterExchange(policy, ranks, moved)
     lowered = policy.wire_rule.parameters(module) if policy.wire_rule else frozenset()
-    plan = _Plan(root=module, policy=policy, ranks=ranks, origins=origins, rows=rows, lowered=lowered)
+    plan = _Plan(
+        root=module,
+        policy=policy,
+        ranks=ranks,
+        origins=origins,
+        rows=rows,
+        lowered=lowered,
+        shelves=_Shelves.of(stores),
+    )
     presence = Presence()
     units = tuple(
         Unit(index, group.name, group.modules, _make_buckets(group, plan), parameters, presence)
@@ -328,7 +345,7 @@ def shard(
     exchange = GradientExchange(policy, ranks)
     gathers = sum(not unit.resident for unit in units) > 1  # the gather of a single one precedes all of backward
     reducer = GradientReducer(buckets, exchange, ranks, overlap=policy.overlap, gathers=gathers)
-    return ShardedModule(module, policy, ranks, units, residency, parameters, reducer, moved)
+    return ShardedModule(module, policy, ranks, units, residency, parameters, reducer, moved, stores)
 
 
 def _check(module: nn.Module, mesh: Mesh) -> None:
@@ -435,6 +452,36 @@ def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Shelves:
+    """One for each store, though several kinds of states may share it."""
+
+    parameters: Shelf | None
+    states: Shelf | None
+    gradients: Shelf | None
+
+    @classmethod
+    def of(cls, stores: Stores) -> _Shelves:
+        made: dict[int, Shelf] = {}
+
+        def shelf(store: ShardStore | None) -> Shelf | None:
+            return None if store is None else made.setdefault(id(store), Shelf(store))
+
+        return cls(parameters=shelf(stores.parameters), states=shelf(stores.states), gradients=shelf(stores.gradients))
+
+    def homes(self, key: str, kind: Kind, *, released: bool, split: bool, rows: bool) -> Homes:
+        """Where the states of a bucket live. Gradients that are whole, or rows, stay where they are made."""
+
+        def home(shelf: Shelf | None, what: str, wanted: bool) -> Home | None:
+            return Home(shelf, f"{what} of {key}") if wanted and shelf is not None else None
+
+        return Homes(
+            shard=home(self.parameters, "parameters", released),
+            states=home(self.states, "states", kind.trained),
+            gradients=home(self.gradients, "gradients", kind.trained and split and not rows),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Plan:
     """What all buckets of a module are made from.
 
@@ -448,6 +495,7 @@ class _Plan:
     origins: ParameterValues
     rows: Collection[int]
     lowered: Collection[int]
+    shelves: _Shelves
 
 
 def _make_buckets(group: Group, plan: _Plan) -> list[Bucket]:
@@ -473,14 +521,19 @@ def _is_packed(parameter: nn.Parameter, group: Group, policy: Policy) -> bool:
 
 def _make_bucket(parameters: list[NamedParameter], kind: Kind, group: Group, plan: _Plan) -> Bucket:
     packed = _is_packed(parameters[0].parameter, group, plan.policy)
+    rows = id(parameters[0].parameter) in plan.rows
+    split = plan.policy.splits_optimizer
+    released = not group.resident and not packed
+    homes = plan.shelves.homes(parameters[0].name, kind, released=released, split=split, rows=rows)
     return Bucket(
         group.name,
         parameters,
         formats=plan.policy.formats(kind.dtype, lowered=kind.lowered),
         resident=group.resident,
-        splits_optimizer=plan.policy.splits_optimizer,
+        splits_optimizer=split,
         ranks=plan.ranks,
         values=plan.origins if plan.origins.has(parameters) else None,
-        rows=id(parameters[0].parameter) in plan.rows,
+        rows=rows,
         pack=plan.policy.frozen_rule if packed else None,
+        homes=homes,
     )

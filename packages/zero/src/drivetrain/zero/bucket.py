@@ -13,12 +13,14 @@ Invariants:
   that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they are frozen, it IS
   that part of them, not a copy.
 - Where the shard is kept quantised (``packed``), there is nothing else: ``shard`` and ``master`` are empty.
+- What of the shard, the master weights and the reduced gradients lives in a store is read and written `at_hand` only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Protocol
@@ -28,6 +30,7 @@ from torch import nn
 
 from drivetrain.comm import Axis, all_gather, broadcast
 from drivetrain.kernels import QuantizationRule
+from drivetrain.zero.clip import square_sum
 from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import ALIGNMENT, BucketLayout, Piece
 from drivetrain.zero.packed import PACKABLE, PackedShard, PackedSlice
@@ -35,6 +38,7 @@ from drivetrain.zero.policy import Formats
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.rows import Rows
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.store import Home, flat_slice
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,24 @@ class Values(Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Homes:
+    """Where the states of one bucket live that are not on its device; see `drivetrain.zero.store`."""
+
+    shard: Home | None = None
+    states: Home | None = None
+    gradients: Home | None = None
+
+    def for_step(self) -> Iterator[Home]:
+        """What an optimizer step needs, in the order in which it does."""
+        for home in (self.gradients, self.states, self.shard):
+            if home is not None:
+                yield home
+
+
+NOWHERE_ELSE = Homes()
+
+
 class Bucket:
     """Storage of parameters that are gathered, reduced and updated together.
 
@@ -81,6 +103,7 @@ class Bucket:
         ranks: the ranks that train it; it is split over their shard axis.
         rows: gradients are kept and sent as rows of the one parameter, a matrix, that there is.
         pack: how the shard is kept quantised; None keeps it as it is. For frozen parameters that are released.
+        homes: where its states live.
     """
 
     full: torch.Tensor  # [padded_numel] dtype; without storage while released
@@ -105,8 +128,10 @@ class Bucket:
         values: Values | None = None,
         rows: bool = False,
         pack: QuantizationRule | None = None,
+        homes: Homes = NOWHERE_ELSE,
     ) -> None:
         axis = ranks.shard
+        self.homes = homes
         self.title = f"unit '{unit}' (first parameter '{parameters[0].name}')"
         alignment = ALIGNMENT if pack is None else math.lcm(ALIGNMENT, pack.block_size)
         self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size, alignment)
@@ -122,6 +147,7 @@ class Bucket:
         self.local = None
         self.reduced = None
         self.averaged = False
+        self._squares: torch.Tensor | None = None  # of reduced gradients that live in a store, as they went there
         self.secondary = None
         self.packed = None
         if pack is None:
@@ -147,10 +173,16 @@ class Bucket:
             region = flat[self.region]
             self.full = flat.to(self.dtype)
             self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
-        if self.trainable and master != self.dtype:
-            self.master = region.to(master, copy=True)
+        states = self.homes.states
+        device = self.axis.device if states is None else states.device
+        if self.trainable and (master != self.dtype or device != self.axis.device):
+            self.master = region.to(device=device, dtype=master, copy=True)
+            if states is not None:
+                states.move_in([self.master])
         else:
             self.master = self.shard if self.split else self.full
+        if self.homes.shard is not None:
+            self.homes.shard.move_in([self.shard])
 
     def _pack(
         self, parameters: Sequence[NamedParameter], everyone: Axis, values: Values | None, rule: QuantizationRule
@@ -260,19 +292,84 @@ class Bucket:
         """The part of the reduced gradients that is this rank's shard."""
         return self.reduced if self.split or self.reduced is None else self.reduced[self.own]
 
+    @property
+    def own_master(self) -> bool:
+        """The master weights are memory of their own, not that of the parameters."""
+        return self.master is not (self.shard if self.split else self.full)
+
+    @property
+    def master_home(self) -> Home | None:
+        """Where the master weights live, if not on the device."""
+        return self.homes.states if self.own_master else self.homes.shard
+
+    @contextmanager
+    def at_hand(self, *, changes: bool, linger: bool = False) -> Iterator[None]:
+        """The master weights, and what the optimizer keeps beside them, can be read, and with ``changes`` written."""
+        with ExitStack() as stack:
+            for home in (self.homes.states, self.master_home):
+                if home is not None:
+                    stack.enter_context(home.at_hand(changes=changes, linger=linger))
+            yield
+
+    @contextmanager
+    def shard_at_hand(self, *, anew: bool = False) -> Iterator[None]:
+        """The shard can be written; ``anew``: all of it will be."""
+        home = self.homes.shard
+        with nullcontext() if home is None else home.at_hand(changes=True, anew=anew):
+            yield
+
+    @contextmanager
+    def gradients_at_hand(self, *, changes: bool) -> Iterator[None]:
+        """The reduced gradients can be read, and with ``changes`` written."""
+        home = self.homes.gradients
+        with nullcontext() if home is None or self.reduced is None else home.at_hand(changes=changes):
+            yield
+
+    def add_reduced(self, gradients: torch.Tensor) -> None:
+        """Add to the reduced gradients. ``gradients`` [region] belong to the bucket from here on."""
+        home, self.averaged, self._squares = self.homes.gradients, False, None
+        if self.reduced is not None:
+            with self.gradients_at_hand(changes=True):
+                self.reduced.add_(gradients.to(self.reduced.device))
+                self._squares = None if home is None else square_sum(self.reduced)
+        elif home is None:
+            self.reduced = gradients
+        else:
+            self._squares = square_sum(gradients)
+            self.reduced = home.admit(gradients)
+
+    def forget_gradients(self) -> None:
+        """Drop the reduced gradients."""
+        if self.reduced is not None and self.homes.gradients is not None:
+            self.homes.gradients.forget()
+        self.reduced = None
+        self.averaged = False
+
+    def own_square_sum(self) -> torch.Tensor | None:
+        """The sum of squares of the reduced gradients of this rank's shard, a float64 scalar; None without any."""
+        own = self.own_reduced()
+        if own is None or own.is_meta:
+            return None
+        if self._squares is None or self.averaged:
+            with self.gradients_at_hand(changes=False):
+                return square_sum(own)
+        return self._squares
+
     def publish_master(self) -> None:
         """Write the master weights into the parameters' own dtype (nothing to do where they are the same memory)."""
         self.secondary = None
-        if self.master.dtype != self.dtype:
-            target = self.shard if self.split else self.full
-            target.copy_(self.master)
+        if self.own_master:
+            with self.at_hand(changes=False), self.shard_at_hand(anew=True):
+                target = self.shard if self.split else self.full
+                target.copy_(self.master)
 
     def adopt_published(self) -> None:
         """Take into the master weights what was written into the whole parameters; all else keeps its precision."""
-        if self.master.dtype != self.dtype:
-            published = self.full[self.region]
-            same = published == self.master.to(self.dtype)
-            self.master.copy_(torch.where(same, self.master, published.to(self.master.dtype)))
+        if self.own_master:
+            published = self.full[self.region].to(self.master.device)
+            with self.at_hand(changes=True):
+                same = published == self.master.to(self.dtype)
+                self.master.copy_(torch.where(same, self.master, published.to(self.master.dtype)))
 
     def adopt_whole(self) -> None:
         """Take what was written into the whole parameters, the same on every rank, into what this rank keeps."""
@@ -281,7 +378,8 @@ class Bucket:
             self.packed.adopt(self.full[self.own])
             return
         if not self.resident:
-            self.shard.copy_(self.full[self.own])
+            with self.shard_at_hand(anew=True):
+                self.shard.copy_(self.full[self.own])
         self.adopt_published()
 
     def model_slices(self, *, writes: bool) -> dict[str, FlatSlice]:
@@ -301,8 +399,10 @@ class Bucket:
                     start=piece.shard_offset,
                 )
             else:
-                data = self.master[piece.shard_offset : piece.shard_offset + piece.numel]
-                slices[slot.name] = FlatSlice(data=data, offset=piece.start, shape=slot.shape, writes=writes)
+                part = slice(piece.shard_offset, piece.shard_offset + piece.numel)
+                slices[slot.name] = flat_slice(
+                    self.master, part, self.master_home, offset=piece.start, shape=slot.shape, writes=writes
+                )
         return slices
 
     @property
@@ -323,7 +423,7 @@ class Bucket:
     @property
     def master_bytes(self) -> int:
         """Bytes of master weights that are not the parameters themselves."""
-        return 0 if self.master.dtype == self.dtype else self.master.untyped_storage().size()
+        return self.master.untyped_storage().size() if self.own_master else 0
 
 
 def slice_of(numel: int, axis: Axis) -> slice:

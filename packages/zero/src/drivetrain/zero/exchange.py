@@ -54,11 +54,7 @@ class PendingReduction:
         self._result = None
         if self._scale != 1.0:
             result.mul_(self._scale)
-        if bucket.reduced is None:
-            bucket.reduced = result
-        else:
-            bucket.reduced.add_(result)
-        bucket.averaged = False
+        bucket.add_reduced(result)
 
 
 class GradientExchange:
@@ -162,12 +158,19 @@ class GradientExchange:
     def average(self, bucket: Bucket) -> Waitable:
         """Reduce ``bucket.reduced`` over the replicas, in place. All of them must have it."""
         if bucket.reduced is None:
-            bucket.reduced = torch.zeros(
-                bucket.master.numel(), dtype=self.accumulate_dtype(bucket), device=self._axis.device
-            )
+            region = bucket.region.stop - bucket.region.start
+            bucket.add_reduced(torch.zeros(region, dtype=self.accumulate_dtype(bucket), device=self._axis.device))
+        assert bucket.reduced is not None
         bucket.averaged = True
         purpose = f"reduction over replicas of the gradients of {bucket.title}"
         kept = bucket.reduced
+        if bucket.homes.gradients is not None:
+            with bucket.gradients_at_hand(changes=True):
+                sent = kept.to(self._axis.device, self._wire_dtype(bucket), copy=True)
+                handle = all_reduce(sent, self._replicas, op=self._policy.reduce_op, purpose=purpose)
+                handle.wait()
+                kept.copy_(sent)
+            return handle
         sent = kept.to(self._wire_dtype(bucket))
         handle = all_reduce(sent, self._replicas, op=self._policy.reduce_op, purpose=purpose)
         if sent is kept:
@@ -181,7 +184,8 @@ class GradientExchange:
     def unaverage(self, bucket: Bucket) -> None:
         """Before more is added to gradients that are averaged: leave a share that the next average makes whole."""
         if bucket.averaged and bucket.reduced is not None and self._policy.reduce_op == "sum":
-            bucket.reduced.div_(self._replicas.size)
+            with bucket.gradients_at_hand(changes=True):
+                bucket.reduced.div_(self._replicas.size)
         bucket.averaged = False
 
     def reopen(self, bucket: Bucket) -> None:

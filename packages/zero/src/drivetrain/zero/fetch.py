@@ -9,6 +9,8 @@ quantised (see `packed`) are gathered as they are kept, in the same ways.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 
 from drivetrain.comm import Codec, Purpose, Staged, Waitable, all_gather, all_gather_encoded, all_gather_in_two
@@ -51,7 +53,12 @@ class ParameterExchange:
             return Staged(first, lambda: packed.decode(wire, bucket.full))
         if bucket.resident:
             return all_gather(bucket.full, bucket.shard, self._axis, purpose=purpose)
-        return self._gather(bucket, bucket.full, bucket.shard, purpose, exact=exact)
+        home = bucket.homes.shard
+        if home is None:
+            return self._gather(bucket, bucket.full, bucket.shard, purpose, exact=exact)
+        visit = ExitStack()
+        visit.enter_context(home.at_hand(changes=False))
+        return Staged(self._gather(bucket, bucket.full, bucket.shard, purpose, exact=exact), visit.close)
 
     def _codec_of(self, bucket: Bucket) -> Codec | None:
         if bucket.packed is not None:

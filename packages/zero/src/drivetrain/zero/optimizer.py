@@ -7,7 +7,7 @@ views are whole and in shape.
 
 The step goes bucket by bucket: bring the gradients into the master weights' dtype, update, write the low-precision
 copy, send it to the others, and let the gradients go, so that fp32 gradients of one bucket exist at a time and the
-sends overlap with the next update.
+sends overlap with the next update. States that live in a store (see `store`) come and go bucket by bucket with it.
 
 What takes the loss scale off and clips is one factor. An optimizer that says ``takes_factor = True`` is called as
 ``step(factor=...)`` and multiplies on the fly, in fp32; for any other one the gradients are multiplied before.
@@ -24,6 +24,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -41,6 +42,7 @@ from drivetrain.zero.matrices import Matrix, SlicedMatrices
 from drivetrain.zero.parking import OPTIMIZER_STATE
 from drivetrain.zero.precision import LossScaler
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.store import expect, flat_slice
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -155,6 +157,7 @@ class ShardedOptimizer:
         self._whole_matrices = hasattr(optimizer, "matrix_exchange")
         self._takes_factor = bool(getattr(optimizer, "takes_factor", False))
         self._elementwise = isinstance(optimizer, ELEMENTWISE) or bool(getattr(optimizer, "elementwise", False))
+        self._by_bucket = self._elementwise or self._whole_matrices  # a parameter never lies in two buckets
         self._scalars: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
         self._check()
         self._sub_groups = self._take_over()
@@ -177,6 +180,13 @@ class ShardedOptimizer:
                 f"{name} is not known to update each element on its own, and ZeRO stage {self.sharded.policy.stage} "
                 "gives an optimizer slices of parameters. Use stage 0, or set `elementwise = True` on its class if an "
                 "element's update depends on nothing but that element's own values."
+            )
+        stores = self.sharded.stores
+        if stores.states is not None and not stores.states.in_memory and not self._by_bucket:
+            raise ValueError(
+                f"{name} needs the norms of all parameters before it updates one, so all of its states at once, and "
+                "they are in files of which a part is in memory at a time; use an optimizer that updates each element "
+                "on its own, or keep its states in memory (offload_optimizer.device cpu)"
             )
         half = any(bucket.master.dtype == torch.float16 for bucket in self.sharded.trainable_buckets)
         if half and not self._takes_factor:
@@ -218,10 +228,13 @@ class ShardedOptimizer:
                     shaped = tensor if bucket.split else tensor.view(slot.shape)
                     if slot.parameter in held:
                         self.optimizer.state[shaped] = _cut_state(held[slot.parameter], slot, piece, shaped)
+                    if bucket.master_home is not None:
+                        bucket.master_home.watch(shaped, of=bucket.master, start=piece.shard_offset)
                     parts[index].append(_Part(slot, slot_index, piece, shaped))
                     self._tensors[id(slot.parameter)] = shaped
                     matrices[id(shaped)] = Matrix(bucket, slot_index)
             sub_groups.append(_SubGroup(bucket, tuple(map(tuple, parts))))
+            self._move_in(sub_groups[-1])
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] = [part.tensor for sub in sub_groups for part in sub.parts[index]]
         if self._whole_norms and self.sharded.policy.splits_optimizer:
@@ -284,7 +297,7 @@ class ShardedOptimizer:
         buckets, reducer = sharded.trainable_buckets, sharded.reducer
         flags = [float(flag) for flag in reducer.unsent()]
         flags += [float(used) for bucket in buckets for used in bucket.used]
-        squares = own_square_sum(buckets, device)
+        squares = own_square_sum((bucket.own_square_sum() for bucket in buckets), device)
         self._steps += 1
         purpose = f"gradient norm of optimizer step {self._steps}"
         survey = torch.cat((squares.view(1), torch.tensor(flags, dtype=torch.float64, device=device)))
@@ -295,7 +308,7 @@ class ShardedOptimizer:
         unsent = [count > 0 for count in counts[: len(buckets)]]
         if any(unsent):
             reducer.reduce(unsent)
-            squares = own_square_sum(buckets, device)
+            squares = own_square_sum((bucket.own_square_sum() for bucket in buckets), device)
             all_reduce(squares, sharded.axis, purpose=purpose).wait()
             total = squares.item()
         used = iter(counts[len(buckets) :])
@@ -343,11 +356,12 @@ class ShardedOptimizer:
         found = None
         for sub in self._sub_groups:
             reduced = sub.bucket.reduced
-            for part in sub:
-                if found is None and reduced is not None:
-                    piece = part.piece
-                    values = reduced[piece.shard_offset : piece.shard_offset + piece.numel]
-                    found = None if bool(torch.isfinite(values).all()) else part.slot.name
+            with sub.bucket.gradients_at_hand(changes=False):
+                for part in sub:
+                    if found is None and reduced is not None:
+                        piece = part.piece
+                        values = reduced[piece.shard_offset : piece.shard_offset + piece.numel]
+                        found = None if bool(torch.isfinite(values).all()) else part.slot.name
         purpose = "the first parameter whose gradient is not finite"
         everywhere = [name for name in all_gather_object(found, self.sharded.axis, purpose=purpose) if name]
         return f"'{everywhere[0]}'" if everywhere else "none that the optimizer updates"
@@ -355,21 +369,24 @@ class ShardedOptimizer:
     def _update(self, factor: float) -> None:
         arriving: list[Waitable] = []
         written: list[dict[str, Any]] = []
-        by_bucket = self._elementwise or self._whole_matrices  # a parameter never lies in two buckets
-        batches = [[sub] for sub in self._sub_groups] if by_bucket else [self._sub_groups]
+        batches = [[sub] for sub in self._sub_groups] if self._by_bucket else [self._sub_groups]
+        expect(home for sub in self._sub_groups for home in sub.bucket.homes.for_step())
         for batch in batches:
-            for sub in batch:
-                self._give_gradients(sub, factor)
-            written = self._run_optimizer(batch, factor)
-            for sub in batch:
-                bucket = sub.bucket
-                for part in sub:
-                    part.tensor.grad = None
-                bucket.reduced = None
-                bucket.publish_master()
-                self._tell_autograd(bucket)
-                if bucket.resident and bucket.split:
-                    arriving.append(self.sharded.parameters.start(bucket, during=f"optimizer step {self._steps}"))
+            with ExitStack() as stack:
+                for sub in batch:
+                    stack.enter_context(sub.bucket.gradients_at_hand(changes=False))
+                    stack.enter_context(self._at_hand(sub))
+                    self._give_gradients(sub, factor)
+                written = self._run_optimizer(batch, factor)
+                for sub in batch:
+                    bucket = sub.bucket
+                    for part in sub:
+                        part.tensor.grad = None
+                    bucket.forget_gradients()
+                    bucket.publish_master()
+                    self._tell_autograd(bucket)
+                    if bucket.resident and bucket.split:
+                        arriving.append(self.sharded.parameters.start(bucket, during=f"optimizer step {self._steps}"))
         for group, copy in zip(self.optimizer.param_groups, written, strict=True):
             group.update((key, value) for key, value in copy.items() if key != "params")
         for handle in arriving:
@@ -377,6 +394,27 @@ class ShardedOptimizer:
         torch.clear_autocast_cache()  # rounded copies of what has changed, where autocast reaches beyond a step
         self.sharded.reducer.clear()
         self.sharded.reducer.step_taken(trusted=True)
+
+    @contextmanager
+    def _at_hand(self, sub: _SubGroup) -> Iterator[None]:
+        """The masters and the state of ``sub`` can be read and written; state that is made meanwhile stays with it."""
+        with sub.bucket.at_hand(changes=True):
+            yield
+            self._move_in(sub)
+
+    def _move_in(self, sub: _SubGroup) -> None:
+        """Where state lives in a store: let there be all state that there is now."""
+        home = sub.bucket.homes.states
+        if home is not None:
+            masters = [sub.bucket.master] if sub.bucket.own_master else []
+            home.move_in([*masters, *self._remembered(sub)])
+
+    def _remembered(self, sub: _SubGroup) -> Iterator[torch.Tensor]:
+        """What the optimizer has of ``sub``, but for single numbers."""
+        for part in sub:
+            for value in self.optimizer.state.get(part.tensor, {}).values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    yield value
 
     def _tell_autograd(self, bucket: Bucket) -> None:
         """Parameters changed behind autograd's back: let it refuse a backward pass over a graph from before."""
@@ -391,7 +429,7 @@ class ShardedOptimizer:
         wanted, gradients = bucket.master.dtype, bucket.reduced
         if factor != 1.0 and not self._takes_factor:
             gradients = gradients.to(torch.promote_types(gradients.dtype, wanted)).mul_(factor)
-        gradients = gradients.to(wanted)
+        gradients = gradients.to(bucket.master.device, wanted)
         for part in sub:
             if bucket.used[part.slot_index]:
                 piece = part.piece
@@ -427,10 +465,11 @@ class ShardedOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's own state on this rank (master weights not included, nor what is away)."""
+        """Bytes of the optimizer's own state on this rank (without master weights, and what is away or in a store)."""
         if set(OPTIMIZER_STATE) & set(self.sharded.moved.away):
             return 0
-        values = (value for state in self.optimizer.state.values() for value in state.values())
+        here = (part for sub in self._sub_groups if sub.bucket.homes.states is None for part in sub)
+        values = (value for part in here for value in self.optimizer.state.get(part.tensor, {}).values())
         return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
@@ -477,7 +516,17 @@ class ShardedOptimizer:
         self.sharded.moved.require("loading optimizer state", OPTIMIZER_STATE)
         self.optimizer.state.clear()
         self._scalars.clear()
-        for _, part, _ in self._parts():
+        for sub in self._sub_groups:
+            self._prepare_state(sub, stored, schema, saved_as)
+
+    def _prepare_state(
+        self,
+        sub: _SubGroup,
+        stored: Mapping[str, Mapping[str, torch.Size]],
+        schema: Mapping[str, Mapping[str, str]],
+        saved_as: Mapping[str, torch.dtype],
+    ) -> None:
+        for part in sub:
             name = part.slot.name
             for key, shape in stored.get(name, {}).items():
                 kind, dtype = schema[key]["kind"], getattr(torch, schema[key]["dtype"])
@@ -493,6 +542,7 @@ class ShardedOptimizer:
                 else:
                     state[key] = {"int": 0, "float": 0.0, "bool": False}[kind]
                     self._scalars[part.tensor, key] = torch.zeros((), dtype=dtype)
+        self._move_in(sub)
 
     def _state_dtype(self, tensor: torch.Tensor, saved: torch.dtype, *, same_master: bool) -> torch.dtype:
         if not saved.is_floating_point:
@@ -520,17 +570,15 @@ class ShardedOptimizer:
                 if kind != "elementwise":
                     whole = value if kind == "tensor" else self._scalar(part.tensor, key, value)
                     first = own.start == 0 and (own.numel > 0 or (part.slot.numel == 0 and bucket.axis.rank == 0))
-                    slices[name] = FlatSlice(data=whole.view(-1), offset=0, shape=whole.shape, writes=first and writes)
+                    window, offset, shape = slice(0, whole.numel()), 0, whole.shape
                 elif bucket.split or purpose == "load":
-                    slices[name] = FlatSlice(
-                        data=value.view(-1),
-                        offset=part.piece.start,
-                        shape=part.slot.shape,
-                        writes=bucket.split and writes,
-                    )
+                    whole, first = value, bucket.split
+                    window, offset, shape = slice(0, value.numel()), part.piece.start, part.slot.shape
                 else:
-                    data = value.view(-1)[own.start : own.start + own.numel]
-                    slices[name] = FlatSlice(data=data, offset=own.start, shape=part.slot.shape, writes=writes)
+                    whole, first = value, True
+                    window, offset, shape = slice(own.start, own.start + own.numel), own.start, part.slot.shape
+                home = bucket.homes.states if whole.dim() else None
+                slices[name] = flat_slice(whole, window, home, offset=offset, shape=shape, writes=first and writes)
         return slices
 
     def _scalar(self, tensor: torch.Tensor, key: str, value: float) -> torch.Tensor:

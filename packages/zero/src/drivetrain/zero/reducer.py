@@ -277,6 +277,5 @@ class GradientReducer:
         """Forget all gradients."""
         for lane in self._lanes:
             lane.bucket.local = None
-            lane.bucket.reduced = None
-            lane.bucket.averaged = False
+            lane.bucket.forget_gradients()
             lane.bucket.used = [False] * len(lane.bucket.slots)
