@@ -326,6 +326,7 @@ def shard(
     moved = MovedStates(ranks.shard.world.rank)
     parameters = ParameterExchange(policy, ranks, moved)
     lowered = policy.wire_rule.parameters(module) if policy.wire_rule else frozenset()
+    trained = sum(p.parameter.numel() for group in groups for p in group.parameters if p.parameter.requires_grad)
     plan = _Plan(
         root=module,
         policy=policy,
@@ -333,7 +334,7 @@ def shard(
         origins=origins,
         rows=rows,
         lowered=lowered,
-        shelves=_Shelves.of(stores),
+        shelves=_Shelves(stores, trained),
     )
     presence = Presence()
     units = tuple(
@@ -451,34 +452,44 @@ def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
             owner._buffers[name] = moved
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Shelves:
-    """One for each store, though several kinds of states may share it."""
+    """Hands out homes. There is a shelf for each store, though several kinds of states may share it.
 
-    parameters: Shelf | None
-    states: Shelf | None
-    gradients: Shelf | None
+    Args:
+        stores: what lives where.
+        trained: elements of all parameters that have states.
+    """
 
-    @classmethod
-    def of(cls, stores: Stores) -> _Shelves:
+    def __init__(self, stores: Stores, trained: int) -> None:
         made: dict[int, Shelf] = {}
 
         def shelf(store: ShardStore | None) -> Shelf | None:
             return None if store is None else made.setdefault(id(store), Shelf(store))
 
-        return cls(parameters=shelf(stores.parameters), states=shelf(stores.states), gradients=shelf(stores.gradients))
+        self._parameters, self._states = shelf(stores.parameters), shelf(stores.states)
+        self._gradients = shelf(stores.gradients)
+        self._staying = (1.0 - stores.share) * trained  # elements whose states are still to stay on the device
 
-    def homes(self, key: str, kind: Kind, *, released: bool, split: bool, rows: bool) -> Homes:
-        """Where the states of a bucket live. Gradients that are whole, or rows, stay where they are made."""
+    def homes(self, parameters: Sequence[NamedParameter], *, trained: bool, released: bool, reduced: bool) -> Homes:
+        """Where the states of the next bucket live.
+
+        ``released``: its shard may live elsewhere; ``reduced``: so may its reduced gradients.
+        """
+        key = parameters[0].name
+        leaving = trained and self._leaves(sum(p.parameter.numel() for p in parameters))
 
         def home(shelf: Shelf | None, what: str, wanted: bool) -> Home | None:
             return Home(shelf, f"{what} of {key}") if wanted and shelf is not None else None
 
         return Homes(
-            shard=home(self.parameters, "parameters", released),
-            states=home(self.states, "states", kind.trained),
-            gradients=home(self.gradients, "gradients", kind.trained and split and not rows),
+            shard=home(self._parameters, "parameters", released),
+            states=home(self._states, "states", leaving),
+            gradients=home(self._gradients, "gradients", leaving and reduced),
         )
+
+    def _leaves(self, numel: int) -> bool:
+        before, self._staying = self._staying, self._staying - numel
+        return before < numel / 2 or before <= 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -524,7 +535,7 @@ def _make_bucket(parameters: list[NamedParameter], kind: Kind, group: Group, pla
     rows = id(parameters[0].parameter) in plan.rows
     split = plan.policy.splits_optimizer
     released = not group.resident and not packed
-    homes = plan.shelves.homes(parameters[0].name, kind, released=released, split=split, rows=rows)
+    homes = plan.shelves.homes(parameters, trained=kind.trained, released=released, reduced=split and not rows)
     return Bucket(
         group.name,
         parameters,

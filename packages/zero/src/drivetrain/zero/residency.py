@@ -14,7 +14,11 @@ import torch
 
 from drivetrain.zero.order import Phase, UseOrder
 from drivetrain.zero.policy import Policy
+from drivetrain.zero.store import Home, expect
 from drivetrain.zero.unit import Presence, Unit
+
+NEAR = 8
+"""Shards in a store that it is told of ahead of their gathers: more than it has room for, usually."""
 
 
 class Residency:
@@ -35,6 +39,7 @@ class Residency:
         self._policy = policy
         self._presence = presence
         self._total = sum(unit.numel for unit in units if not unit.resident)
+        self._stored = any(bucket.homes.shard is not None for unit in units for bucket in unit.buckets)
         self.order = UseOrder()
         self.held = False
         self.others: list[Callable[[], None]] = []
@@ -56,8 +61,21 @@ class Residency:
         _refuse_transforms(unit)
         self.order.record(unit.index, phase)
         unit.start_gather(during=phase.value)
+        if self._stored:
+            self._expect()
         self._prefetch(unit, phase)
         unit.finish_gather()
+
+    def _expect(self) -> None:
+        """Let stores bring shards near that will be gathered soon."""
+        homes: list[Home] = []
+        for index in self.order.upcoming():
+            unit = self._units[index]
+            if not (unit.live or unit.in_flight):
+                homes += (bucket.homes.shard for bucket in unit.buckets if bucket.homes.shard is not None)
+            if len(homes) >= NEAR:
+                break
+        expect(homes)
 
     def restore(self, unit: Unit) -> None:
         """Return once ``unit``, which was let go too early, is readable again. Nothing to go by the next time."""

@@ -70,12 +70,20 @@ class Stores:
     Attributes:
         parameters: shards of parameters at stage 3, but for those that stay whole and those that are kept quantised.
         states: master weights and what the optimizer remembers. The optimizer runs where the store's tensors are.
-        gradients: reduced gradients, from their reduction to the step.
+        gradients: reduced gradients, from their reduction to the step, of the parameters whose states are elsewhere.
+            Those of stage 0, and of embeddings that travel as rows, stay on the device.
+        share: how much of the states (and gradients) is elsewhere, by elements, as near as whole buckets come to it:
+            the last of the model, whose gradients are there first (Twin-Flow of ZeRO-Offload++).
     """
 
     parameters: ShardStore | None = None
     states: ShardStore | None = None
     gradients: ShardStore | None = None
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.share <= 1.0:
+            raise ValueError(f"the share of states that live elsewhere must lie in [0, 1], got {self.share}")
 
 
 class Shelf:
