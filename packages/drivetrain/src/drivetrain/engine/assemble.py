@@ -26,6 +26,7 @@ from drivetrain.engine.monitor import EventCsvSink, PhaseTimers, SinkGroup
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optimizers import Parameters, build_optimizer, check_moments
 from drivetrain.engine.precision import DTYPES, Precision
+from drivetrain.engine.tiers import make_stores, sub_group_numel
 from drivetrain.kernels import SharedMemoryGroup
 from drivetrain.zero import (
     INT4_GRADIENTS,
@@ -84,7 +85,8 @@ def assemble(
     _seed(config, mesh)
     _cast_buffers(model, config)
     precision = Precision.of(config, mesh.device)
-    sharded = shard(model, mesh, zero_policy(config, mesh, precision))
+    stores = make_stores(config, mesh, precision)
+    sharded = shard(model, mesh, zero_policy(config, mesh, precision), stores=stores)
     optimizer, schedule = _optimization(config, sharded, given, precision)
     loader = _loader(config, sharded, batch.micro, given)
     observer = _observer(config, mesh)
@@ -156,7 +158,7 @@ def zero_policy(config: Config, mesh: Mesh, precision: Precision) -> Policy:
         predivide_factor=predivide,
         persistence_numel=zero.param_persistence_threshold,
         persistence_total_numel=zero.model_persistence_threshold,
-        bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
+        bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size, *sub_group_numel(config, mesh)),
         prefetch_numel=zero.prefetch_bucket_size,
         max_reuse_numel=zero.max_reuse_distance,
         max_live_numel=zero.max_live_parameters,

@@ -756,5 +756,7 @@ class Engine:
         self._phases.reload(non_blocking=non_blocking)
 
     def close(self) -> None:
-        """Close the files that metrics go to."""
+        """Close the files that metrics go to, and give back what states were offloaded to. It cannot train further."""
         self.observer.sinks.close()
+        for store in self.sharded.stores.all():
+            store.close()

@@ -85,6 +85,11 @@ class Stores:
         if not 0.0 <= self.share <= 1.0:
             raise ValueError(f"the share of states that live elsewhere must lie in [0, 1], got {self.share}")
 
+    def all(self) -> Iterator[ShardStore]:
+        """Each store once."""
+        stores = (self.parameters, self.states, self.gradients)
+        yield from {id(store): store for store in stores if store is not None}.values()
+
 
 class Shelf:
     """A store with the homes in it.
