@@ -2,6 +2,7 @@
 
     nox -s bench -- zero [--sizes 25M 135M] [--precisions fp32 bf16] [--steps 12] [--ranks 2]
     nox -s bench -- zero --systems drivetrain-3 graphs-3 inductor-3 --warmup 5     # hooks beside compiled graphs
+    nox -s bench -- zero --ranks 1                                                 # what hooks cost: beside plain torch
 
 Systems take turns step by step, in an order that rotates, and ratios are formed within a turn, so that what else the
 machine does falls on all alike (see ``turns``). Where memory does not hold all at once, companies of ``--together``
@@ -18,7 +19,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--together", type=int, default=None, help="systems alive at once; by default all, above 25M 2")
     options = parser.parse_args()
-    systems = options.systems or [name for name in SYSTEMS if available(name)]
+    systems = options.systems or [name for name in SYSTEMS if available(name, options.ranks)]
     report = {"machine": machine(), "options": vars(options), "runs": []}
     for size in options.sizes:
         together = options.together or (len(systems) if size == "25M" else 2)
@@ -77,23 +78,25 @@ def main() -> None:
     print(text)
 
 
-def available(system: str) -> bool:
+def available(system: str, ranks: int) -> bool:
     """Whether it runs unasked."""
-    if system.startswith(COMPILED):
+    if ranks == 1:
+        return system.startswith(("torch", "drivetrain"))
+    if system.startswith(COMPILED) or system == "torch":
         return False
     return not system.startswith("deepspeed") or importlib.util.find_spec("deepspeed") is not None
 
 
 def companies(systems: list[str], together: int) -> Iterator[list[str]]:
     """Groups of at most that many systems, or two, each with the peers of its members."""
-    peers = {peer_of(system) for system in systems}
+    peers = {peer_of(system, systems) for system in systems}
     alone = [system for system in systems if system not in peers]
     if len(systems) <= together or not alone:
         yield systems
         return
     company: list[str] = []
     for system in alone:
-        wanted = [name for name in (peer_of(system), system) if name in systems]
+        wanted = [name for name in (peer_of(system, systems), system) if name in systems]
         joined = list(dict.fromkeys([*company, *wanted]))
         if company and len(joined) > together:
             yield company
@@ -102,8 +105,11 @@ def companies(systems: list[str], together: int) -> Iterator[list[str]]:
     yield company
 
 
-def peer_of(system: str) -> str | None:
+def peer_of(system: str, systems: Collection[str]) -> str | None:
+    """Which of ``systems`` it is measured against."""
     kind, _, stage = system.partition("-")
+    if kind == "drivetrain" and "torch" in systems:
+        return "torch"
     if kind in COMPILED:
         return f"drivetrain-{stage}"
     return RIVALS.get(int(stage)) if kind in ("drivetrain", "deepspeed") else None
@@ -163,7 +169,7 @@ def spread(values: list[float], form: str) -> str:
 
 def beside(system: str, company: dict[str, dict]) -> str:
     """Ratios to the peer that the stage is measured against, turn by turn."""
-    peer = peer_of(system)
+    peer = peer_of(system, company)
     if peer not in company:
         return "| | |"
     mine, theirs = company[system], company[peer]

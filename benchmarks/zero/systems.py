@@ -89,12 +89,21 @@ def _torch_step(model: torch.nn.Module, forward: Callable[..., torch.Tensor]) ->
     return step
 
 
+def plain(work: Work, device: torch.device) -> Step:
+    """Nothing but torch; every rank on its own."""
+    _start(device)
+    return _autocast_step(work, device, Decoder(SHAPES[work.size]).to(device))
+
+
 def ddp(work: Work, device: torch.device) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
     _start(device)
     model = DistributedDataParallel(Decoder(SHAPES[work.size]).to(device), gradient_as_bucket_view=True)
+    return _autocast_step(work, device, model)
 
+
+def _autocast_step(work: Work, device: torch.device, model: torch.nn.Module) -> Step:
     def forward(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=work.precision == "bf16"):
             return model(tokens, targets)
@@ -173,6 +182,7 @@ def _config(work: Work, stage: int) -> dict[str, object]:
 
 
 SYSTEMS: dict[str, Callable[[Work, torch.device], Step]] = {
+    "torch": plain,
     "ddp": ddp,
     "fsdp2": fsdp2,
     **{f"drivetrain-{stage}": drivetrain(stage) for stage in range(4)},

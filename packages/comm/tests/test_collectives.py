@@ -130,7 +130,7 @@ def check_broadcast(axis: Axis, dtype: torch.dtype, length: int) -> None:
         same(tensor, made(length, dtype, src), "broadcast", dtype, length, src)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_collective_equals_one_process(transport: str, world_size: int) -> None:
     run_ranks(check_all, world_size, transport, timeout=110)
 

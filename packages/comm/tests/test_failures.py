@@ -62,7 +62,7 @@ def rank_one_dies(rank: int, world_size: int, op: str, length: int) -> tuple[str
     return error.op, error.axis, error.rank, error.peer, str(error)
 
 
-@pytest.mark.parametrize("length", [SMALL, LARGE])
+@pytest.mark.parametrize("length", [LARGE, pytest.param(SMALL, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("op", CALLS)
 def test_a_killed_peer_is_named(transport: str, op: str, length: int) -> None:
     survivor, dead = run_ranks(rank_one_dies, 2, op, length, timeout=30, may_die={1})

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import gc
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from drivetrain.kernels import AsyncFile, AsyncFileOptions, BufferPool, aligned_empty, instruction_sets
+from drivetrain.kernels import (
+    AsyncFile,
+    AsyncFileOptions,
+    BufferPool,
+    aligned_empty,
+    instruction_sets,
+    prefer_large_pages,
+)
 
 needs_core = pytest.mark.skipif(not instruction_sets(), reason="the native core is not built")
 
@@ -88,3 +97,35 @@ def test_a_file_keeps_the_memory_of_its_pool(tmp_path: Path) -> None:
         data.fill_(7)
         file.write(data).wait()
     assert (tmp_path / "file").read_bytes() == bytes([7]) * (1 << 22)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, (3 << 20) + 5])
+def test_memory_that_asks_for_large_pages_is_the_same_memory(numel: int) -> None:
+    """Any view will do, and memory that holds something keeps it."""
+    tensor = torch.arange(numel + 3, dtype=torch.float32)[1 : numel + 1]
+    expected, place = tensor.clone(), tensor.data_ptr()
+    assert prefer_large_pages(tensor) is tensor
+    assert tensor.data_ptr() == place
+    assert torch.equal(tensor, expected)
+    prefer_large_pages(torch.empty(1 << 24, device="meta"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="smaps is Linux's")
+def test_large_pages_come_where_the_system_has_them() -> None:
+    mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not mode.exists() or "[never]" in mode.read_text():
+        pytest.skip("this system has no large pages")
+    tensor = prefer_large_pages(torch.empty(64 << 20, dtype=torch.uint8)).zero_()
+    assert large_bytes_at(tensor.data_ptr() + (16 << 20)) > 0
+
+
+def large_bytes_at(address: int) -> int:
+    """Bytes of large pages in the mapping that ``address`` lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if head is not None:
+            inside = int(head[1], 16) <= address < int(head[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -14,7 +14,7 @@ import torch
 
 from drivetrain.kernels.triton_ops import evoformer_attention, paged_attention, sparse_attention
 from drivetrain.kernels.triton_ops.attention_steps import padded
-from drivetrain_testkit.triton_compile import Case, assert_compiles, capabilities
+from drivetrain_testkit.triton_compile import Case, Target, assert_compiles, targets
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPILLED = 256  # a few registers are no harm; the compiler's failures are thousands of bytes
@@ -114,7 +114,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("capability", capabilities())
+@pytest.mark.parametrize("target", targets())
 @pytest.mark.parametrize("module", sorted({case.module for case in CASES}))
-def test_kernels_compile_to_machine_code(module: str, capability: int) -> None:
-    assert_compiles([case for case in CASES if case.module == module], capability)
+def test_kernels_compile_to_machine_code(module: str, target: Target) -> None:
+    assert_compiles([case for case in CASES if case.module == module], target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from drivetrain_testkit.triton_compile import Case, assert_compiles, capabilities
+from drivetrain_testkit.triton_compile import Case, Target, assert_compiles, targets
 
 
 def _types(integers: str, **rest: str) -> dict[str, str]:
@@ -131,7 +131,7 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("capability", capabilities())
+@pytest.mark.parametrize("target", targets())
 @pytest.mark.parametrize("module", sorted({case.module for case in CASES}))
-def test_kernels_compile_to_machine_code(module: str, capability: int) -> None:
-    assert_compiles([case for case in CASES if case.module == module], capability)
+def test_kernels_compile_to_machine_code(module: str, target: Target) -> None:
+    assert_compiles([case for case in CASES if case.module == module], target)

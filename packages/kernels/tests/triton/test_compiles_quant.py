@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from drivetrain_testkit.triton_compile import Case, assert_compiles, capabilities
+from drivetrain_testkit.triton_compile import Case, Target, assert_compiles, targets
 
 
 def _step(kernel: str, streams: str, numbers: str, constants: Mapping[str, object], *, half: bool = False) -> Case:
@@ -253,7 +253,7 @@ MATMUL = [
 CASES: list[Case] = [*STEPS, *MUON, *QUANTIZE, *MATMUL]
 
 
-@pytest.mark.parametrize("capability", capabilities())
+@pytest.mark.parametrize("target", targets())
 @pytest.mark.parametrize("module", sorted({case.module for case in CASES}))
-def test_kernels_compile_to_machine_code(module: str, capability: int) -> None:
-    assert_compiles([case for case in CASES if case.module == module], capability)
+def test_kernels_compile_to_machine_code(module: str, target: Target) -> None:
+    assert_compiles([case for case in CASES if case.module == module], target)

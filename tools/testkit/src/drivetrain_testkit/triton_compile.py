@@ -17,7 +17,6 @@ from typing import Final
 import pytest
 
 CAPABILITIES: Final = (90, 80)
-"""The first one is compiled for on every change, the others where tests are asked to be thorough."""
 
 SHARED_LIMIT: Final = 99 * 1024
 """Bytes of shared memory that a program can have on the smallest of the sm_8x parts."""
@@ -79,22 +78,43 @@ class Case:
     stack: int | None = None
 
 
-def capabilities() -> list[object]:
-    """Parameters of a test that calls `assert_compiles` for each capability."""
-    return [CAPABILITIES[0], *(pytest.param(other, marks=pytest.mark.thorough) for other in CAPABILITIES[1:])]
+@dataclass(frozen=True)
+class Target:
+    """What a test compiles for: one of `CAPABILITIES`, the first case of each kernel or ``all`` of them."""
+
+    capability: int
+    all: bool
+
+    def __str__(self) -> str:
+        return f"sm_{self.capability}{' all' if self.all else ''}"
+
+    def cases(self, cases: Sequence[Case]) -> list[Case]:
+        """Those of ``cases`` that are compiled."""
+        fit = [case for case in cases if self.capability in case.capabilities]
+        first = {(case.module, case.kernel): case for case in reversed(fit)}
+        return fit if self.all else list(first.values())
 
 
-def assert_compiles(cases: Sequence[Case], capability: int) -> None:
+def targets() -> list[object]:
+    """Parameters of a test that calls `assert_compiles`: one on every change, the rest where tests are thorough."""
+    usual, rest = Target(CAPABILITIES[0], False), [Target(one, True) for one in CAPABILITIES]
+    return [
+        pytest.param(usual, id=str(usual)),
+        *(pytest.param(one, marks=pytest.mark.thorough, id=str(one)) for one in rest),
+    ]
+
+
+def assert_compiles(cases: Sequence[Case], target: Target) -> None:
     """Fail, with the compiler's words, unless every case compiles for a GPU and fits into its shared memory.
 
-    ``capability``: one of `CAPABILITIES`; cases that are not for it are left out.
+    Cases that are not for the target are left out.
     """
-    wanted = [case for case in cases if capability in case.capabilities]
+    wanted = target.cases(cases)
     work = [{**asdict(case), "module": f"drivetrain.kernels.triton_ops.{case.module}"} for case in wanted]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"
     done = subprocess.run(
-        [sys.executable, "-c", _COMPILE, str(capability)],
+        [sys.executable, "-c", _COMPILE, str(target.capability)],
         input=json.dumps(work),
         env=environment,
         capture_output=True,

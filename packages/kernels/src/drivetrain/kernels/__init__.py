@@ -31,7 +31,7 @@ from .evoformer_attention import evoformer_attention
 from .fused_optim import FusedAdagrad, FusedAdam, FusedSgd
 from .gating import top_k_gating
 from .grouped_matmul import grouped_matmul
-from .host_memory import BufferPool, aligned_empty
+from .host_memory import BufferPool, aligned_empty, prefer_large_pages
 from .matmul import QuantizedLinear, QuantizedWeight, quantize_weight, quantized_linear
 from .muon import MatrixExchange, Muon, orthogonalize
 from .norm import layer_norm, rms_norm
@@ -139,6 +139,7 @@ __all__ = [
     "paged_decode",
     "permutation",
     "permute_tokens",
+    "prefer_large_pages",
     "quantize",
     "quantize_weight",
     "quantized_linear",

@@ -5,12 +5,15 @@ of memory; buffers that come and go cost page faults besides.
 Idea: `aligned_empty` asks for large pages (512 times fewer look-ups), which made reads of small blocks up to half as
 fast again where this was measured. `BufferPool` is one such piece of memory, cut into equal buffers that are handed
 out and given back; an `AsyncFile` that is opened with it has the kernel hold its pages, and look nothing up at all.
+Buffers of torch that come and go within a step cost more in page faults than in what is done with them (100 MB: 62 of
+73 ms, measured): `prefer_large_pages` asks for large pages for those as well.
 Invariant: a buffer belongs to the pool or to the one who took it, never to two.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import sys
@@ -19,10 +22,26 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool", "aligned_empty"]
+__all__ = ["BufferPool", "aligned_empty", "prefer_large_pages"]
 
 PAGE: Final = 4096
 _LARGE_PAGE: Final = 2 << 20
+_WORTH_ASKING: Final = 4 * _LARGE_PAGE
+_MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+_MADV_HUGEPAGE: Final = 14
+
+
+def prefer_large_pages(tensor: Tensor) -> Tensor:
+    """``tensor``, whose memory was just allocated and not written to yet: let it come in large pages.
+
+    Only a wish, and only about whole large pages inside of the tensor's memory: it takes no more memory and changes no
+    value. Does nothing for small tensors, on GPUs, and where the system has no such pages.
+    """
+    if _MADVISE is not None and tensor.is_cpu and tensor.nbytes >= _WORTH_ASKING:
+        start = -(-tensor.data_ptr() // PAGE) * PAGE
+        length = (tensor.data_ptr() + tensor.nbytes - start) // PAGE * PAGE
+        _MADVISE(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+    return tensor
 
 
 def aligned_empty(*shape: int, dtype: torch.dtype = torch.float32, pin: bool = False) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from drivetrain.comm import Axis, all_gather, broadcast
-from drivetrain.kernels import QuantizationRule
+from drivetrain.kernels import QuantizationRule, prefer_large_pages
 from drivetrain.zero.clip import square_sum
 from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import ALIGNMENT, BucketLayout, Piece
@@ -263,6 +263,7 @@ class Bucket:
         """Give the full buffer its storage, for a gather to fill."""
         if not self.whole:
             self.full.untyped_storage().resize_(self.numel * self.full.element_size())
+            prefer_large_pages(self.full)
 
     def keep_second_copy(self, whole: torch.Tensor, axis: Axis) -> None:
         """Keep a part of ``whole``, which was gathered, split over ``axis``, to gather from until it changes."""

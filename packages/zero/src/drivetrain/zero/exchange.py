@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from drivetrain.comm import Staged, Waitable, all_reduce, reduce_scatter, reduce_scatter_encoded
+from drivetrain.kernels import prefer_large_pages
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.codec import NEAR, BlockCodec
 from drivetrain.zero.feedback import ErrorMemory
@@ -102,7 +103,7 @@ class GradientExchange:
             handle = all_reduce(local, self._axis, op=op, purpose=purpose)
             return PendingReduction(bucket, handle, local, scale, kept)
         whole = bucket.layout.shard_numel == bucket.numel
-        output = local if whole else local.new_empty(bucket.layout.shard_numel)
+        output = local if whole else prefer_large_pages(local.new_empty(bucket.layout.shard_numel))
         if self._codec is not None and not whole and bucket.row_width is None:
             return PendingReduction(bucket, self._encoded(bucket, output, local, op, purpose), output, scale, kept)
         handle = reduce_scatter(output, local, self._axis, op=op, purpose=purpose)

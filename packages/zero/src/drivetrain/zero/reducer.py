@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 import torch
 
 from drivetrain.comm import Waitable, broadcast
+from drivetrain.kernels import prefer_large_pages
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.exchange import GradientExchange, Pending
 from drivetrain.zero.ranks import Ranks
@@ -137,7 +138,7 @@ class GradientReducer:
             lane.filled = [True] * len(bucket.slots)
             return
         dtype = self._exchange.accumulate_dtype(bucket)
-        bucket.local = torch.empty(bucket.numel, dtype=dtype, device=self._ranks.shard.device)
+        bucket.local = prefer_large_pages(torch.empty(bucket.numel, dtype=dtype, device=self._ranks.shard.device))
         lane.filled = [False] * len(bucket.slots)
 
     def due(self, lanes: Collection[int], *, reduces: bool) -> None:
