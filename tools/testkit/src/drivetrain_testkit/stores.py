@@ -40,6 +40,8 @@ class Store(Protocol):
     def device(self) -> torch.device: ...
     @property
     def bytes(self) -> int: ...
+    @property
+    def in_memory(self) -> bool: ...
     def create(self, key: str, like: Sequence[Tensor]) -> list[Tensor]: ...
     def expect(self, keys: Sequence[str]) -> None: ...
     def fetch(self, key: str) -> list[Tensor]: ...
@@ -68,6 +70,10 @@ class MemoryStore:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def in_memory(self) -> bool:
+        return False
 
     @property
     def bytes(self) -> int:

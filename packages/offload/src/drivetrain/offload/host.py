@@ -48,6 +48,11 @@ class HostStore:
         return torch.device("cpu")
 
     @property
+    def in_memory(self) -> bool:
+        """Nothing reads or writes a record between `release` and `fetch`."""
+        return True
+
+    @property
     def bytes(self) -> int:
         """Bytes of the tensors of all records."""
         return sum(record.layout.bytes for record in self._records.values())

@@ -208,6 +208,11 @@ class NvmeStore:
         return torch.device("cpu")
 
     @property
+    def in_memory(self) -> bool:
+        """A record that was released is written behind."""
+        return False
+
+    @property
     def bytes(self) -> int:
         """Bytes of the tensors of all records, those that are lost left out."""
         kept = (record for record in self._records.values() if record.phase is not _Phase.LOST)

@@ -323,6 +323,8 @@ class Bucket:
     def gradients_at_hand(self, *, changes: bool) -> Iterator[None]:
         """The reduced gradients can be read, and with ``changes`` written."""
         home = self.homes.gradients
+        if changes:
+            self._squares = None
         with nullcontext() if home is None or self.reduced is None else home.at_hand(changes=changes):
             yield
 

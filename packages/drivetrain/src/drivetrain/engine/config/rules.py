@@ -166,6 +166,12 @@ def _offload_fits(config: Config) -> Iterator[Conflict]:
                 message='device "nvme" needs a folder on the disk, and there is none',
                 hint='write "nvme_path": "/path/on/the/disk"',
             )
+        if section.device == "nvme" and section.buffer_count < 2:
+            yield Conflict(
+                path=f"zero_optimization.{name}.buffer_count",
+                message="states and gradients are in a buffer each while they are used, and there is one buffer",
+                hint="use at least 2; from 4 on, reads and writes overlap with the update",
+            )
 
 
 def _even_bucket(config: Config) -> Iterator[Conflict]:
@@ -271,7 +277,7 @@ RULES = (
             *(
                 f"zero_optimization.{section}.{key}"
                 for section in ("offload_param", "offload_optimizer")
-                for key in ("device", "nvme_path")
+                for key in ("device", "nvme_path", "buffer_count")
             ),
         ),
         check=_offload_fits,
