@@ -54,8 +54,9 @@ class NvmeStore:
     """A store whose records live in files.
 
     `folders`: one on each drive to use; records are cut into chunks that go to them in turn. Each gets a folder
-    `drivetrain-offload-<rank>` that is removed when the store is closed or collected, or the interpreter exits; what a
-    killed process left is removed by the next one, and what a living one uses is refused.
+    `drivetrain-offload-<name>-<rank>` that is removed when the store is closed or collected, or the interpreter exits;
+    what a killed process left is removed by the next one, and what a living one uses is refused. Stores that share a
+    folder have different names or ranks.
     `buffer_count`: how many records can be in host memory at a time, those that are read ahead or being written
     included. `buffer_bytes`: of each; a larger record is refused. None: as large as the largest record so far.
     `max_in_cpu`: bytes of records, the first that are made, that stay in host memory and are never written.
@@ -70,6 +71,7 @@ class NvmeStore:
         self,
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
+        name: str = "states",
         rank: int = 0,
         buffer_count: int = 4,
         buffer_bytes: int | None = None,
@@ -106,7 +108,7 @@ class NvmeStore:
         run = uuid.uuid4().hex
         try:
             for parent in parents:
-                self._claims.append(Claim(parent, rank, run))
+                self._claims.append(Claim(parent, name, rank, run))
             self._chunk = max(_LEAST_CHUNK, chosen.block_size)
             self._file = StripedFile(
                 [claim.data for claim in self._claims], chunk=self._chunk, options=chosen, buffers=self._buffers.pool
