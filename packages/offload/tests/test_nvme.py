@@ -136,6 +136,58 @@ def test_what_is_expected_is_read_ahead_in_order_and_once(tmp_path: Path, monkey
     store.close()
 
 
+class Held:
+    """A transfer that ends when it is waited for, and not before."""
+
+    def __init__(self, what: str, tickets: list[Any], log: list[str]) -> None:
+        self._what = what
+        self._tickets = tickets
+        self._log = log
+        self._ended = False
+
+    def done(self) -> bool:
+        return self._ended
+
+    def wait(self) -> None:
+        for ticket in self._tickets:
+            ticket.wait()
+        self._ended = True
+        self._log.append(self._what)
+
+
+def test_nobody_waits_for_what_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of the next, use of this and writes of the last overlap; the oldest write is waited for, if any."""
+    store = NvmeStore(tmp_path, buffer_count=3)
+    keys = "abcdef"
+    for seed, key in enumerate(keys):
+        put(store, key, like(1024), seed)
+    store.flush()
+    log: list[str] = []
+    file = store._file
+    read, write = file.read, file.write
+    monkeypatch.setattr(file, "read", lambda data, at: [Held(f"read {keys[at // 4096]}", read(data, at), log)])
+    monkeypatch.setattr(file, "write", lambda data, at: [Held(f"write {keys[at // 4096]}", write(data, at), log)])
+
+    def step(key: str) -> list[str]:
+        log.clear()
+        tensors = store.fetch(key)
+        fill(tensors, 7)
+        store.release(key, changed=True)
+        return list(log)
+
+    store.expect(keys)
+    assert step("a") == ["read a"]
+    assert step("b") == ["read b"]
+    assert step("c") == ["read c"]
+    assert step("d") == ["write a", "read d"]  # all three are being written
+    assert step("e") == ["write b", "read e"]
+    assert step("c") == ["write c"]  # it must not change while it is written; then it is there
+    log.clear()
+    store.flush()
+    assert log == ["write d", "write e", "write c"]
+    store.close()
+
+
 def test_without_read_ahead_nothing_is_read_before_it_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +226,7 @@ def test_space_in_the_file_is_used_again(tmp_path: Path) -> None:
         for index in range(4):
             put(store, f"r{index}", like(1024 * (1 + (turn + index) % 3)), index)
     assert store.file_bytes <= 12 * 3 * 4096
-    blocks = os.stat(tmp_path / "drivetrain-offload-00000" / "data").st_blocks * 512
+    blocks = os.stat(tmp_path / "drivetrain-offload-states-00000" / "data").st_blocks * 512
     assert blocks >= store.file_bytes  # given by the file system, not just promised
     store.close()
 
@@ -187,6 +239,7 @@ def test_wrong_settings_are_refused_in_words(tmp_path: Path) -> None:
         ({"buffer_count": 0}, "buffer_count: expected"),
         ({"buffer_bytes": 0}, "buffer_bytes: expected"),
         ({"max_in_cpu": -1}, "max_in_cpu: expected"),
+        ({"name": "../up"}, "name: expected"),
     ):
         with pytest.raises(ValueError, match=match):
             NvmeStore(tmp_path, **wrong)  # type: ignore[arg-type]
@@ -199,7 +252,7 @@ def test_wrong_settings_are_refused_in_words(tmp_path: Path) -> None:
 
 def test_the_manifest_says_what_is_where(tmp_path: Path) -> None:
     store = NvmeStore(tmp_path, rank=2)
-    folder = tmp_path / "drivetrain-offload-00002"
+    folder = tmp_path / "drivetrain-offload-states-00002"
     assert json.loads((folder / "manifest.json").read_text())["pid"] == os.getpid()
     put(store, "a", [torch.empty(3), torch.empty(2, dtype=torch.bfloat16)], 1)
     store.flush()
@@ -225,9 +278,13 @@ def test_the_manifest_says_what_is_where(tmp_path: Path) -> None:
 def test_ranks_share_a_folder_and_one_rank_has_it_once(tmp_path: Path) -> None:
     with_zero, with_one = NvmeStore(tmp_path, rank=0), NvmeStore(tmp_path, rank=1)
     put(with_zero, "a", like(9), 1)
-    with pytest.raises(RuntimeError, match=rf"rank 1: .*drivetrain-offload-00001 belongs to process {os.getpid()} on"):
+    with pytest.raises(
+        RuntimeError, match=rf"rank 1: .*drivetrain-offload-states-00001 belongs to process {os.getpid()} on"
+    ):
         NvmeStore(tmp_path, rank=1)
+    named = NvmeStore(tmp_path, rank=1, name="parameters")
     check(with_zero, "a", values(like(9), 1))
+    named.close()
     with_one.close()
     NvmeStore(tmp_path, rank=1).close()
     with_zero.close()
@@ -235,7 +292,7 @@ def test_ranks_share_a_folder_and_one_rank_has_it_once(tmp_path: Path) -> None:
 
 
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "drivetrain-offload-00000"
+    folder = tmp_path / "drivetrain-offload-states-00000"
     folder.mkdir()
     (folder / "notes").write_text("mine")
     NvmeStore(tmp_path).close()
@@ -288,7 +345,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, caplo
     code = USE.replace("sys.argv[1]", "sys.argv[1:]") + "os.kill(os.getpid(), signal.SIGKILL)"  # with writes under way
     done = run_script(code, *drives)
     assert done.returncode == -signal.SIGKILL
-    left = [drive / "drivetrain-offload-00001" / "data" for drive in drives]
+    left = [drive / "drivetrain-offload-states-00001" / "data" for drive in drives]
     assert all(path.stat().st_size >= 8_000_000 for path in left)
     old = json.loads((left[0].parent / "manifest.json").read_text())
     with caplog.at_level(logging.INFO, logger="drivetrain.offload"):

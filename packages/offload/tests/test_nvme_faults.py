@@ -13,14 +13,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from drivetrain.kernels import AsyncFileOptions, instruction_sets
 from drivetrain.offload import NvmeStore
 from drivetrain.offload.striped import StripedFile, preallocate
-from drivetrain_testkit.stores import check, fill, put, values
+from drivetrain_testkit.stores import check, fill, put, same, values
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native core is not built")
 
@@ -65,7 +68,7 @@ def test_a_full_drive_is_told_when_the_record_is_made(small_drive: Path) -> None
     with pytest.raises(OSError, match="No space left") as told:
         store.create("r5", like(50_000))
     assert told.value.errno == errno.ENOSPC
-    assert told.value.filename == str(small_drive / "drivetrain-offload-00001" / "data")
+    assert told.value.filename == str(small_drive / "drivetrain-offload-states-00001" / "data")
     text = str(told.value)
     assert "rank 1: record 'r5' takes 200704 bytes, for which there is no room" in text
     assert "200704 more bytes wanted" in text
@@ -91,7 +94,7 @@ def test_of_two_drives_one_is_full_and_the_other_stays_as_it_was(small_drive: Pa
     with pytest.raises(OSError, match=r"record 'b' takes 4001792 bytes, for which there is no room: No space left"):
         store.create("b", like(1_000_000))
     assert store.file_bytes == before
-    assert os.path.getsize(large / "drivetrain-offload-00000" / "data") == 1 << 20
+    assert os.path.getsize(large / "drivetrain-offload-states-00000" / "data") == 1 << 20
     check(store, "a", wanted)
     store.close()
 
@@ -123,7 +126,7 @@ def test_a_write_behind_that_fails_is_told_next_and_its_record_is_lost(tmp_path:
         ) as told:
             store.fetch("b")
         assert told.value.errno == errno.EFBIG
-        assert told.value.filename == str(tmp_path / "drivetrain-offload-00000" / "data")
+        assert told.value.filename == str(tmp_path / "drivetrain-offload-states-00000" / "data")
     assert store.bytes == 800_000
     store.expect(["a", "b", "c"])
     for key in "ac":
@@ -226,7 +229,7 @@ def test_a_file_that_was_cut_short_is_told_at_fetch(tmp_path: Path) -> None:
     store = NvmeStore(tmp_path, rank=5, buffer_count=1)
     wanted = {key: put(store, key, like(10_000), seed) for seed, key in enumerate("abc")}
     store.flush()
-    data = tmp_path / "drivetrain-offload-00005" / "data"
+    data = tmp_path / "drivetrain-offload-states-00005" / "data"
     os.truncate(data, 50_000)
     store.expect(["b"])  # says nothing
     for _ in range(2):
@@ -239,6 +242,97 @@ def test_a_file_that_was_cut_short_is_told_at_fetch(tmp_path: Path) -> None:
     check(store, "a", wanted["a"])
     check(store, "b", values(like(10_000), 9))
     store.close()
+
+
+class Doomed:
+    """A transfer that fails, having moved half of its bytes at most."""
+
+    def __init__(self, what: str, tickets: list[Any]) -> None:
+        self._what = what
+        self._tickets = tickets
+
+    def done(self) -> bool:
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self) -> None:
+        for ticket in self._tickets:
+            ticket.wait()
+        raise OSError(errno.EIO, f"{self._what} failed", "somewhere")
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "change", "look", "expect", "drop"]),
+        st.sampled_from("abcde"),
+        st.sampled_from([False, False, False, True]),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS, st.booleans())
+def test_no_failure_is_silent_and_no_record_torn(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, str, bool]], pipeline: bool
+) -> None:
+    """Whatever transfers fail: a fetch gives the values of the last release, or an error; what is lost stays lost."""
+    store = NvmeStore(tmp_path_factory.mktemp("torn"), buffer_count=2, pipeline_read=pipeline, pipeline_write=pipeline)
+    file = store._file
+    read, write = file.read, file.write
+    fails = False
+
+    def doomed_read(memory: torch.Tensor, at: int) -> list[Any]:
+        return [Doomed("read", read(memory[:4096], at))] if fails else read(memory, at)
+
+    def doomed_write(memory: torch.Tensor, at: int) -> list[Any]:
+        return [Doomed("write", write(memory[:4096], at))] if fails else write(memory, at)
+
+    file.read, file.write = doomed_read, doomed_write  # type: ignore[method-assign]
+    kept: dict[str, list[torch.Tensor]] = {}
+    lost: set[str] = set()
+    told: list[tuple[int, str]] = []
+    for seed, (name, key, planned) in enumerate(steps):
+        fails = planned
+        if name == "expect":
+            store.expect(list(kept))
+            continue
+        if name == "drop":
+            if key in kept:
+                store.drop(key)
+                kept.pop(key)
+                lost.discard(key)
+            continue
+        if name != "put" and key not in kept:
+            continue
+        try:
+            tensors = store.create(key, like(3000)) if name == "put" else store.fetch(key)
+        except OSError as error:
+            told.append((seed, str(error)))
+            continue
+        assert name == "put" or key not in lost
+        if name != "put":
+            assert same(tensors, kept[key])
+        lost.discard(key)
+        if name != "look":
+            kept[key] = fill(tensors, seed)
+            if fails:
+                lost.add(key)
+        with contextlib.suppress(OSError):
+            store.release(key, changed=name != "look")
+    fails = False
+    with contextlib.suppress(OSError):
+        store.flush()
+    while any(not ticket.done() for record in store._records.values() for ticket in record.tickets):
+        time.sleep(0.001)  # reads ahead that fail, of which nobody hears
+    for key, wanted in kept.items():
+        if key in lost:
+            with pytest.raises(OSError, match="is lost"):
+                store.fetch(key)
+        else:
+            check(store, key, wanted)
+    store.close()
+    texts = ("is lost, because it could not be written: write failed", "could not be read: read failed")
+    assert all(any(text in error for text in texts) for _, error in told)
+    assert all(any(planned for _, _, planned in steps[: seed + 1]) for seed, _ in told)
 
 
 SHIM = r"""

@@ -85,7 +85,8 @@ class MemoryStore:
         if key in self._out:
             raise RuntimeError(f"create: record {key!r} is in use; release it first")
         self._kept[key] = None
-        self._out[key] = [torch.empty(each.numel(), dtype=each.dtype, device=self._device) for each in like]
+        with torch.inference_mode(False):
+            self._out[key] = [torch.empty(each.numel(), dtype=each.dtype, device=self._device) for each in like]
         _spoil(self._out[key])
         return list(self._out[key])
 
@@ -101,7 +102,8 @@ class MemoryStore:
             raise RuntimeError(f"fetch: record {key!r} is in use; release it first")
         kept = self._kept[key]
         assert kept is not None
-        self._out[key] = [tensor.clone() for tensor in kept]
+        with torch.inference_mode(False):
+            self._out[key] = [tensor.clone() for tensor in kept]
         return list(self._out[key])
 
     def release(self, key: str, *, changed: bool) -> None:
@@ -113,7 +115,8 @@ class MemoryStore:
             raise RuntimeError(f"release: record {key!r} is new and has not been filled; release it with changed=True")
         out = self._out.pop(key)
         if changed:
-            self._kept[key] = [tensor.detach().clone() for tensor in out]
+            with torch.inference_mode(False):
+                self._kept[key] = [tensor.detach().clone() for tensor in out]
         _spoil(out)
 
     def drop(self, key: str) -> None:
@@ -317,6 +320,25 @@ def expectations(make: MakeStore) -> None:
         check(store, "r0", wanted["r0"])
 
 
+def inference_mode(make: MakeStore) -> None:
+    """What is made or fetched in inference mode can be written outside of it, and the other way round."""
+    with opened(make) as store:
+        with torch.inference_mode():
+            for index in range(5):
+                put(store, f"r{index}", like((5000, torch.float32)), index)
+            store.expect(["r0", "r1"])
+        for index in range(5):
+            (found,) = store.fetch(f"r{index}")
+            assert not found.is_inference()
+            wanted = fill([found], 10 + index)
+            store.release(f"r{index}", changed=True)
+            with torch.inference_mode():
+                check(store, f"r{index}", wanted)
+                wanted = fill(store.fetch(f"r{index}"), 20 + index)
+                store.release(f"r{index}", changed=True)
+            check(store, f"r{index}", wanted)
+
+
 def wrong_use(make: MakeStore) -> None:
     """What is wrong is refused in words, and changes nothing."""
     with opened(make) as store:
@@ -475,6 +497,7 @@ STORE_CASES: Final[Mapping[str, Callable[[MakeStore], None]]] = {
         changes_are_kept,
         tensors_stay,
         expectations,
+        inference_mode,
         wrong_use,
         end,
         random_operations,

@@ -15,6 +15,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,22 +29,25 @@ _MANIFEST: Final = "manifest.json"
 _NEW_MANIFEST: Final = "manifest.json.new"
 _DATA: Final = "data"
 _TRIES: Final = 100
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 _log = logging.getLogger("drivetrain.offload")
 
 
 class Claim:
-    """The folder `drivetrain-offload-<rank>` in `parent`, which is this object's until `release`.
+    """The folder `drivetrain-offload-<name>-<rank>` in `parent`, which is this object's until `release`.
 
     RuntimeError, with the process, where a living one has it; NotADirectoryError where `parent` is none.
     """
 
-    def __init__(self, parent: Path, rank: int, run: str) -> None:
+    def __init__(self, parent: Path, name: str, rank: int, run: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"name: expected letters, digits, '_', '-' and '.'; found {name!r}")
         if not parent.is_dir():
             raise NotADirectoryError(
                 f"rank {rank}: {parent} is not a folder; make it, on the drive that is to hold the states"
             )
-        self.folder = parent / f"drivetrain-offload-{rank:05d}"
+        self.folder = parent / f"drivetrain-offload-{name}-{rank:05d}"
         self._rank = rank
         self._run = run
         self._owner = os.getpid()
@@ -76,7 +80,7 @@ class Claim:
                 os.close(lock)
                 raise RuntimeError(
                     f"rank {self._rank}: {self.folder} belongs to {self._holder()}, which is alive, or a child of it "
-                    "is; wait for its end, or name another folder"
+                    "is; wait for its end, or give another folder or name"
                 ) from None
             except FileNotFoundError:
                 pass

@@ -22,16 +22,16 @@ import os
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
-from enum import Enum, auto
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from drivetrain.kernels import AsyncFileOptions, BufferPool, Ticket
+from drivetrain.kernels import AsyncFileOptions
 
-from .arena import HostArena, pinning
+from .arena import HostArena
+from .buffering import Buffers, Phase, Record
 from .claim import Claim
 from .extents import Extents
 from .records import RecordLayout, closed, in_use, not_filled, not_in_use, unknown, whole_pages
@@ -44,87 +44,6 @@ _LEAST_CHUNK: Final = 1 << 20
 _log = logging.getLogger("drivetrain.offload")
 
 
-class _Phase(Enum):
-    STORED = auto()  # in the file only
-    READING = auto()
-    READY = auto()  # in memory as in the file
-    USED = auto()
-    WRITING = auto()
-    LOST = auto()  # its write failed
-
-
-class _Record:
-    def __init__(self, key: str, layout: RecordLayout, memory: Tensor, start: int | None) -> None:
-        self.key = key
-        self.layout = layout
-        self.memory: Tensor | None = memory
-        self.start = start  # in the file; None: resident in host memory
-        self.phase = _Phase.USED
-        self.filled = False
-        self.tickets: list[Ticket] = []
-        self.failure: OSError | None = None
-
-    def finish(self) -> OSError | EOFError | None:
-        """Wait for its transfers; the first failure."""
-        failure: OSError | EOFError | None = None
-        for ticket in self.tickets:
-            try:
-                ticket.wait()
-            except (OSError, EOFError) as error:
-                failure = failure or error
-        self.tickets.clear()
-        return failure
-
-    def lost(self) -> OSError:
-        """The failure that cost its content; a new exception each time, as each is raised elsewhere."""
-        cause = self.failure
-        assert cause is not None
-        return OSError(
-            cause.errno,
-            f"record {self.key!r} is lost, because it could not be written: {cause.strerror}. Make it again, or "
-            "go back to a checkpoint",
-            cause.filename,
-        )
-
-
-class _Buffers:
-    """`count` pieces of host memory: of `size` bytes each, or else as large as the largest that was asked for.
-
-    Those of a fixed size come from a pool, whose pages the kernel holds where it agrees.
-    """
-
-    def __init__(self, count: int, size: int | None, *, pin: bool) -> None:
-        self._count = count
-        self._taken = 0
-        self._largest = 0
-        self._arena = HostArena(pin=pin)
-        with torch.inference_mode(False):
-            self.pool = None if size is None else BufferPool(count, size, pin=pinning(pin))
-
-    @property
-    def count(self) -> int:
-        return self._count
-
-    @property
-    def free(self) -> bool:
-        """Whether one is to be had."""
-        return self._taken < self._count
-
-    @property
-    def bytes(self) -> int:
-        return self._arena.size + (0 if self.pool is None else self.pool.memory.nbytes)
-
-    def take(self, room: int) -> Tensor:
-        self._largest = max(self._largest, room)
-        memory = self.pool.acquire() if self.pool is not None else self._arena.take(self._largest)
-        self._taken += 1
-        return memory[:room]
-
-    def give_back(self, memory: Tensor) -> None:
-        (self._arena.give_back if self.pool is None else self.pool.release)(memory)
-        self._taken -= 1
-
-
 def _let_go(claims: Sequence[Claim]) -> None:
     """Runs at `close`, when the store is collected, and at exit. The files may be open still: they then go later."""
     for claim in claims:
@@ -135,8 +54,9 @@ class NvmeStore:
     """A store whose records live in files.
 
     `folders`: one on each drive to use; records are cut into chunks that go to them in turn. Each gets a folder
-    `drivetrain-offload-<rank>` that is removed when the store is closed or collected, or the interpreter exits; what a
-    killed process left is removed by the next one, and what a living one uses is refused.
+    `drivetrain-offload-<name>-<rank>` that is removed when the store is closed or collected, or the interpreter exits;
+    what a killed process left is removed by the next one, and what a living one uses is refused. Stores that share a
+    folder have different names or ranks.
     `buffer_count`: how many records can be in host memory at a time, those that are read ahead or being written
     included. `buffer_bytes`: of each; a larger record is refused. None: as large as the largest record so far.
     `max_in_cpu`: bytes of records, the first that are made, that stay in host memory and are never written.
@@ -151,6 +71,7 @@ class NvmeStore:
         self,
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
+        name: str = "states",
         rank: int = 0,
         buffer_count: int = 4,
         buffer_bytes: int | None = None,
@@ -177,17 +98,17 @@ class NvmeStore:
         self._max_in_cpu = max_in_cpu
         self._resident = HostArena(pin=pin_memory)
         self._resident_bytes = 0
-        self._buffers = _Buffers(buffer_count, self._limit, pin=pin_memory)
-        self._records: dict[str, _Record] = {}
-        self._bound: dict[str, _Record] = {}  # those that have a buffer, the latest last
+        self._buffers = Buffers(buffer_count, self._limit, pin=pin_memory)
+        self._records: dict[str, Record] = {}
+        self._bound: dict[str, Record] = {}  # those that have a buffer, the latest last
         self._expected: list[str] = []
-        self._untold: list[_Record] = []  # lost, and nobody was told yet
+        self._untold: list[Record] = []  # lost, and nobody was told yet
         self._claims: list[Claim] = []
         self._finalizer = weakref.finalize(self, _let_go, self._claims)
         run = uuid.uuid4().hex
         try:
             for parent in parents:
-                self._claims.append(Claim(parent, rank, run))
+                self._claims.append(Claim(parent, name, rank, run))
             self._chunk = max(_LEAST_CHUNK, chosen.block_size)
             self._file = StripedFile(
                 [claim.data for claim in self._claims], chunk=self._chunk, options=chosen, buffers=self._buffers.pool
@@ -215,7 +136,7 @@ class NvmeStore:
     @property
     def bytes(self) -> int:
         """Bytes of the tensors of all records, those that are lost left out."""
-        kept = (record for record in self._records.values() if record.phase is not _Phase.LOST)
+        kept = (record for record in self._records.values() if record.phase is not Phase.LOST)
         return sum(record.layout.bytes for record in kept)
 
     @property
@@ -239,7 +160,7 @@ class NvmeStore:
         self._begin()
         old = self._records.get(key)
         if old is not None:
-            if old.phase is _Phase.USED:
+            if old.phase is Phase.USED:
                 raise in_use("create", key)
             self._forget(old)
         layout = RecordLayout.of(like)
@@ -266,18 +187,18 @@ class NvmeStore:
         """
         self._begin()
         record = self._record("fetch", key)
-        if record.phase is _Phase.USED:
+        if record.phase is Phase.USED:
             raise in_use("fetch", key)
-        if record.phase is _Phase.WRITING:
+        if record.phase is Phase.WRITING:
             self._end_transfer(record)  # it must not change while it is written
-        if record.phase is _Phase.LOST:
+        if record.phase is Phase.LOST:
             if record in self._untold:
                 self._untold.remove(record)
             raise record.lost()
-        if record.phase is _Phase.STORED:
+        if record.phase is Phase.STORED:
             self._make_room()
             self._start_read(record)
-        record.phase = _Phase.USED  # keeps its buffer, whatever is read ahead
+        record.phase = Phase.USED  # keeps its buffer, whatever is read ahead
         if key in self._expected:
             self._expected.remove(key)
         self._read_ahead()
@@ -300,16 +221,16 @@ class NvmeStore:
         """
         self._check_open()
         record = self._record("release", key)
-        if record.phase is not _Phase.USED:
+        if record.phase is not Phase.USED:
             raise not_in_use(key)
         if not changed and not record.filled:
             raise not_filled(key)
         record.filled = True
-        record.phase = _Phase.READY
+        record.phase = Phase.READY
         if changed and record.start is not None:
             assert record.memory is not None
             record.tickets = self._file.write(record.memory, record.start)
-            record.phase = _Phase.WRITING
+            record.phase = Phase.WRITING
             self._bound[key] = self._bound.pop(key)
             if not self._pipeline_write:
                 self._end_transfer(record)
@@ -327,7 +248,7 @@ class NvmeStore:
         """Wait until everything is written, and bring the manifest up to date. Raises the first failure."""
         self._check_open()
         for record in list(self._bound.values()):
-            if record.phase is _Phase.WRITING:
+            if record.phase is Phase.WRITING:
                 self._end_transfer(record)
         if not self._listed:
             self._write_manifest()
@@ -343,7 +264,7 @@ class NvmeStore:
             return
         try:
             for record in self._bound.values():
-                if record.phase is _Phase.WRITING:
+                if record.phase is Phase.WRITING:
                     self._end_transfer(record, bound=False)
                 record.finish()
             self._file.close()
@@ -352,18 +273,18 @@ class NvmeStore:
             self._records.clear()
             self._bound.clear()
             self._expected.clear()
-            self._buffers, self._resident = _Buffers(1, None, pin=False), HostArena()
+            self._buffers, self._resident = Buffers(1, None, pin=False), HostArena()
         self._tell()
 
     # ------------------------------------------------------------------------------------------- making and forgetting
 
-    def _make_resident(self, key: str, layout: RecordLayout) -> _Record | None:
+    def _make_resident(self, key: str, layout: RecordLayout) -> Record | None:
         if self._resident_bytes + layout.room > self._max_in_cpu:
             return None
         self._resident_bytes += layout.room
-        return _Record(key, layout, self._resident.take(layout.room), None)
+        return Record(key, layout, self._resident.take(layout.room), None)
 
-    def _make_stored(self, key: str, layout: RecordLayout) -> _Record:
+    def _make_stored(self, key: str, layout: RecordLayout) -> Record:
         if self._limit is not None and layout.room > self._limit:
             raise ValueError(
                 f"rank {self._rank}: record {key!r} takes {layout.room} bytes, a buffer has {self._limit}; set "
@@ -385,11 +306,11 @@ class NvmeStore:
             self._space.grow(more)
             start = self._space.take(layout.room)
             assert start is not None
-        record = _Record(key, layout, self._buffers.take(layout.room), start)
+        record = Record(key, layout, self._buffers.take(layout.room), start)
         self._bound[key] = record
         return record
 
-    def _forget(self, record: _Record) -> None:
+    def _forget(self, record: Record) -> None:
         record.finish()
         if record.start is None:
             assert record.memory is not None
@@ -437,7 +358,7 @@ class NvmeStore:
         if not self._finalizer.alive:
             raise closed("NvmeStore")
 
-    def _record(self, doing: str, key: str) -> _Record:
+    def _record(self, doing: str, key: str) -> Record:
         record = self._records.get(key)
         if record is None:
             raise unknown(doing, key, self._records)
@@ -453,18 +374,18 @@ class NvmeStore:
             _log.error("rank %d: lost as well: %s", self._rank, ", ".join(repr(record.key) for record in others))
         raise first.lost()
 
-    def _start_read(self, record: _Record) -> None:
+    def _start_read(self, record: Record) -> None:
         assert record.start is not None
         record.memory = self._buffers.take(record.layout.room)
         record.tickets = self._file.read(record.memory, record.start)
-        record.phase = _Phase.READING
+        record.phase = Phase.READING
         self._bound[record.key] = record
 
-    def _end_transfer(self, record: _Record, *, bound: bool = True) -> None:
+    def _end_transfer(self, record: Record, *, bound: bool = True) -> None:
         """Wait for a record's transfer. Its buffer is then READY; after a failure it is free."""
-        writing = record.phase is _Phase.WRITING
+        writing = record.phase is Phase.WRITING
         failure = record.finish()
-        record.phase = _Phase.READY
+        record.phase = Phase.READY
         if failure is None:
             return
         if bound:
@@ -472,30 +393,30 @@ class NvmeStore:
         if writing:
             assert isinstance(failure, OSError)
             record.failure = failure
-            record.phase = _Phase.LOST
+            record.phase = Phase.LOST
             self._untold.append(record)
 
     def _collect(self) -> None:
         """Take note of transfers that have ended by themselves."""
         for record in list(self._bound.values()):
-            moving = record.phase in (_Phase.READING, _Phase.WRITING)
+            moving = record.phase in (Phase.READING, Phase.WRITING)
             if moving and all(ticket.done() for ticket in record.tickets):
                 self._end_transfer(record)
 
     # -------------------------------------------------------------------------------------------------------- buffers
 
-    def _unbind(self, record: _Record) -> None:
+    def _unbind(self, record: Record) -> None:
         assert record.memory is not None
         self._buffers.give_back(record.memory)
         record.memory = None
-        record.phase = _Phase.STORED
+        record.phase = Phase.STORED
         del self._bound[record.key]
 
-    def _distance(self, record: _Record) -> float:
+    def _distance(self, record: Record) -> float:
         """After how many fetches it is expected."""
         return self._expected.index(record.key) if record.key in self._expected else math.inf
 
-    def _farthest(self, phase: _Phase, but: Iterable[str] = ()) -> _Record | None:
+    def _farthest(self, phase: Phase, but: Iterable[str] = ()) -> Record | None:
         """Of the records that have a buffer and are in this phase, the one that is expected last."""
         found = [record for record in self._bound.values() if record.phase is phase and record.key not in but]
         return max(found, key=self._distance, default=None)
@@ -507,16 +428,16 @@ class NvmeStore:
         """
         if self._buffers.free:
             return
-        victim = self._farthest(_Phase.READY)
+        victim = self._farthest(Phase.READY)
         if victim is None or self._distance(victim) < self._buffers.count:
-            writing = next((record for record in self._bound.values() if record.phase is _Phase.WRITING), None)
+            writing = next((record for record in self._bound.values() if record.phase is Phase.WRITING), None)
             if writing is not None:
                 self._end_transfer(writing)
                 if self._buffers.free:
                     return
-                victim = self._farthest(_Phase.READY)
+                victim = self._farthest(Phase.READY)
         if victim is None:
-            victim = self._farthest(_Phase.READING)
+            victim = self._farthest(Phase.READING)
             if victim is None:
                 holders = ", ".join(repr(key) for key in self._bound)
                 raise RuntimeError(
@@ -534,10 +455,10 @@ class NvmeStore:
         for key in self._expected:
             near.add(key)
             record = self._records.get(key)
-            if record is None or record.start is None or record.phase is not _Phase.STORED:
+            if record is None or record.start is None or record.phase is not Phase.STORED:
                 continue
             if not self._buffers.free:
-                victim = self._farthest(_Phase.READY, but=near)
+                victim = self._farthest(Phase.READY, but=near)
                 if victim is None:
                     return
                 self._unbind(victim)
