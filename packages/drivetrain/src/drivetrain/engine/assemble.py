@@ -36,6 +36,7 @@ from drivetrain.zero import (
     Policy,
     ShardedModule,
     ShardedOptimizer,
+    TensorSource,
     shard,
 )
 
@@ -54,6 +55,7 @@ class Given:
     parameters: Parameters | None = None
     training_data: Dataset[Any] | None = None
     collate_fn: Collate | None = None
+    weights: TensorSource | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ def assemble(
     _cast_buffers(model, config)
     precision = Precision.of(config, mesh.device)
     stores = make_stores(config, mesh, precision)
-    sharded = shard(model, mesh, zero_policy(config, mesh, precision), stores=stores)
+    sharded = shard(model, mesh, zero_policy(config, mesh, precision), values=given.weights, stores=stores)
     optimizer, schedule = _optimization(config, sharded, given, precision)
     loader = _loader(config, sharded, batch.micro, given)
     observer = _observer(config, mesh)

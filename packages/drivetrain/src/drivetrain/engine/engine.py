@@ -42,6 +42,7 @@ from drivetrain.zero import (
     ShardedOptimizer,
     StateKind,
     Synchronous,
+    TensorSource,
     compile_sharded,
     gathered,
     resident,
@@ -57,6 +58,7 @@ def initialize(
     model_parameters: Parameters | None = None,
     training_data: Dataset[Any] | None = None,
     collate_fn: Collate | None = None,
+    weights: TensorSource | None = None,
     mesh: Mesh | None = None,
 ) -> Engine:
     """Make an engine that trains ``model`` as ``config`` says. Collective: every rank calls it.
@@ -72,6 +74,8 @@ def initialize(
             default.
         training_data: a data set; the engine's ``train_loader`` splits it over the ranks.
         collate_fn: makes a micro-batch from a list of samples.
+        weights: where parameters and persistent buffers are read from by name, each rank its own slices, straight into
+            shards: `SafetensorsSource`, for one. The model may then be on the meta device, and larger than any rank.
         mesh: the ranks; by default all of them, along the axis ``shard``.
 
     Raises:
@@ -89,6 +93,7 @@ def initialize(
         parameters=model_parameters,
         training_data=training_data,
         collate_fn=collate_fn,
+        weights=weights,
     )
     return Engine(assemble(model, config, given, mesh))
 

@@ -63,7 +63,7 @@ class Record:
 
 
 class Buffers:
-    """`count` pieces of host memory: of `size` bytes each, or else as large as the largest that was asked for.
+    """`count` pieces of host memory: of `size` bytes each, or else as large as what is to be in them.
 
     Those of a fixed size come from a pool, whose pages the kernel holds where it agrees.
     """
@@ -71,7 +71,6 @@ class Buffers:
     def __init__(self, count: int, size: int | None, *, pin: bool) -> None:
         self._count = count
         self._taken = 0
-        self._largest = 0
         self._arena = HostArena(pin=pin)
         with torch.inference_mode(False):
             self.pool = None if size is None else BufferPool(count, size, pin=pinning(pin))
@@ -90,8 +89,7 @@ class Buffers:
         return self._arena.size + (0 if self.pool is None else self.pool.memory.nbytes)
 
     def take(self, room: int) -> Tensor:
-        self._largest = max(self._largest, room)
-        memory = self.pool.acquire() if self.pool is not None else self._arena.take(self._largest)
+        memory = self.pool.acquire() if self.pool is not None else self._arena.take(room)
         self._taken += 1
         return memory[:room]
 

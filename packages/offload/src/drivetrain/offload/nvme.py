@@ -58,7 +58,7 @@ class NvmeStore:
     what a killed process left is removed by the next one, and what a living one uses is refused. Stores that share a
     folder have different names or ranks.
     `buffer_count`: how many records can be in host memory at a time, those that are read ahead or being written
-    included. `buffer_bytes`: of each; a larger record is refused. None: as large as the largest record so far.
+    included. `buffer_bytes`: of each; a larger record is refused. None: each as large as its record.
     `max_in_cpu`: bytes of records, the first that are made, that stay in host memory and are never written.
     `pin_memory`: lock buffers for transfers to a GPU, where there is one.
     `pipeline_read=False`: nothing is read ahead. `pipeline_write=False`: `release` waits for the write.

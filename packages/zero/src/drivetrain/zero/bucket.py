@@ -167,22 +167,25 @@ class Bucket:
         if values is not None and not self.resident:
             region = self._read(parameters, values)
             self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.axis.device)
-            self.shard = region.to(self.dtype)
+            self.shard = self._shard_of(region)
         else:
             flat = self._broadcast(parameters, everyone) if values is None else self._collect(parameters, values)
             region = flat[self.region]
             self.full = flat.to(self.dtype)
-            self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
+            self.shard = self.full[self.own] if self.resident else self._shard_of(self.full[self.own])
         states = self.homes.states
-        device = self.axis.device if states is None else states.device
-        if self.trainable and (master != self.dtype or device != self.axis.device):
-            self.master = region.to(device=device, dtype=master, copy=True)
-            if states is not None:
-                states.move_in([self.master])
-        else:
+        apart = states is not None and states.device != self.axis.device
+        if not (self.trainable and (master != self.dtype or apart)):
             self.master = self.shard if self.split else self.full
-        if self.homes.shard is not None:
-            self.homes.shard.move_in([self.shard])
+        elif states is None:
+            self.master = region.to(master, copy=True)
+        else:
+            self.master = states.admit(region, master)
+
+    def _shard_of(self, values: torch.Tensor) -> torch.Tensor:
+        """A shard with these values."""
+        home = self.homes.shard
+        return values.to(self.dtype, copy=True) if home is None else home.admit(values, self.dtype)
 
     def _pack(
         self, parameters: Sequence[NamedParameter], everyone: Axis, values: Values | None, rule: QuantizationRule

@@ -167,13 +167,15 @@ class Home:
             self._fields = list(fields)
             self._views = [view for view in self._views if view.field < len(fields)]
 
-    def admit(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor that lives here, alone, on the store's device, and has this value."""
-        memory = self.shelf.store.create(self.key, [value])
+    def admit(self, value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor that lives here, alone, on the store's device, and has this value, in ``dtype`` if that is given."""
+        memory = self.shelf.store.create(
+            self.key, [torch.empty(value.numel(), dtype=dtype or value.dtype, device="meta")]
+        )
         self._bring(value, memory[0])
         tensor = memory[0].detach()
         self._fields, self._views = [tensor], []
-        self._kept, self._memory, self._changed = [(value.numel(), value.dtype)], memory, True
+        self._kept, self._memory, self._changed = [(tensor.numel(), tensor.dtype)], memory, True
         self.put_away()
         return tensor
 
@@ -214,11 +216,11 @@ class Home:
             self._kept = layout
         if self._memory is None:
             return
-        for field, memory in zip(self._fields, self._memory, strict=True):
+        for index, (field, memory) in enumerate(zip(self._fields, self._memory, strict=True)):
             if field.numel() and field.data_ptr() != memory.data_ptr():
                 self._bring(field, memory)
-        for tensor in (*self._fields, *(view.tensor for view in self._views)):
-            tensor.data = _placeholder(tensor)
+            for tensor in (field, *(view.tensor for view in self._views if view.field == index)):
+                tensor.data = _placeholder(tensor)  # before the next is copied: what it had is free now
         changed, self._changed, self._memory = self._changed, False, None
         if not self.shelf.store.in_memory:
             self._await_arrival()
