@@ -126,7 +126,8 @@ def train(options: argparse.Namespace) -> None:
         ended = time.perf_counter()
         print(
             f"step {step}: loss {float(loss.detach()):.3f}, norm {record.grad_norm:.2f}, "
-            f"passes {passed - began:.1f} s, update {ended - passed:.1f} s; peak {before / MB:.0f} MB in passes, {peak_resident() / MB:.0f} MB so far",
+            f"passes {passed - began:.1f} s, update {ended - passed:.1f} s; "
+            f"peak {before / MB:.0f} MB in passes, {peak_resident() / MB:.0f} MB so far",
             flush=True,
         )
     peak, expected = peak_resident(), max(predicted.values())
