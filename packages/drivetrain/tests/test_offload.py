@@ -5,7 +5,11 @@ On a CPU host memory is the device's own, so that only NVMe moves anything; zero
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import resource
+import signal
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -18,6 +22,7 @@ from torch import nn
 from drivetrain.comm import Mesh, init
 from drivetrain.engine import Engine, initialize
 from drivetrain.engine.config import ConfigError, load
+from drivetrain.offload import NvmeStore
 from drivetrain_testkit import RankError, run_ranks
 
 WIDTH, STEPS = 48, 3
@@ -204,3 +209,84 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused_at_start_up(zero: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+def damaged(rank: int, world_size: int, folder: str) -> str:
+    """The file is cut off between two steps. Nothing goes on or is saved from what is left; a checkpoint still loads."""
+    place = Path(folder)
+    engine = initialize(Net(), Case(stage=2, precision="bf16", optimizer={"buffer_count": 2}).config(place / "disk"))
+    train(engine, rank, range(1))
+    engine.save(place / "checkpoints")
+    expected = train(engine, rank, range(1, 2))
+    (data,) = (place / "disk").rglob("data")
+    os.truncate(data, 4096)
+    with pytest.raises((OSError, EOFError)) as caught:
+        train(engine, rank, range(2, 3))
+    text = str(caught.value)
+    with pytest.raises(RuntimeError, match=r"rank 0: saving after the update of step 3 failed \(.*load a checkpoint"):
+        engine.save(place / "checkpoints", tag="torn")
+    assert [path.name for path in (place / "checkpoints").iterdir() if "torn" in path.name] == []
+    engine.load(place / "checkpoints")
+    assert train(engine, rank, range(1, 2)) == expected
+    engine.close()
+    return text
+
+
+def test_a_file_that_is_cut_off_underneath_stops_the_step_and_a_checkpoint_loads_again(tmp_path: Path) -> None:
+    (text,) = run_ranks(damaged, 1, str(tmp_path))
+    assert "record 'states of " in text
+    assert "could not be read" in text
+
+
+def full_disk(rank: int, world_size: int, folder: str) -> str:
+    """No file may grow beyond what master weights take: the moments, which are made in the first step, have no room."""
+    numel = sum(p.numel() for p in Net().parameters())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * numel, 8 * numel))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    engine = initialize(Net(), Case(stage=2, precision="bf16").config(Path(folder)))
+    with pytest.raises(OSError, match="for which there is no room") as caught:
+        train(engine, rank, range(1))
+    with pytest.raises(RuntimeError, match="an optimizer step after the update of step 1 failed"):
+        train(engine, rank, range(1))
+    return str(caught.value)
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_step_is_told_with_what_is_wanted(tmp_path: Path) -> None:
+    (text,) = run_ranks(full_disk, 1, str(tmp_path))
+    assert "record 'states of " in text
+
+
+def killed(rank: int, world_size: int, folder: str, dies: bool) -> list[Any]:
+    place = Path(folder)
+    engine = initialize(Net(), Case(stage=3, precision="bf16", param={}).config(place / "disk"))
+    if not dies:
+        engine.load(place / "checkpoints")
+        return train(engine, rank, range(2, 4))
+    train(engine, rank, range(2))
+    engine.save(place / "checkpoints")
+    expected = train(engine, rank, range(2, 4))
+    (place / f"expected{rank}.json").write_text(json.dumps(expected))
+    states = engine.sharded.stores.states
+    assert isinstance(states, NvmeStore)
+    release = states.release
+
+    def release_and_die(key: str, *, changed: bool) -> None:
+        release(key, changed=changed)
+        if rank == 0 and changed and key.startswith("states of"):
+            os.kill(os.getpid(), signal.SIGKILL)  # its write is under way
+
+    states.release = release_and_die  # type: ignore[method-assign]
+    train(engine, rank, range(4, 5))
+    raise AssertionError("a rank was to be killed")
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_that_is_used_again(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL|rank 1 raised"):
+        run_ranks(killed, 2, str(tmp_path), True)
+    assert list((tmp_path / "disk").rglob("drivetrain-offload-00000"))
+    resumed = run_ranks(killed, 2, str(tmp_path), False)
+    for rank, found in enumerate(resumed):
+        assert [list(pair) for pair in found] == json.loads((tmp_path / f"expected{rank}.json").read_text())

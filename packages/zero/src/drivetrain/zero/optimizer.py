@@ -153,6 +153,7 @@ class ShardedOptimizer:
         self._patience = patience
         self._skipped_in_a_row = 0
         self._steps = 0  # begun, by this object: for errors
+        self._torn: str | None = None  # what ended an update half-way
         self._whole_norms = bool(getattr(optimizer, "needs_whole_norms", False))
         self._whole_matrices = hasattr(optimizer, "matrix_exchange")
         self._takes_factor = bool(getattr(optimizer, "takes_factor", False))
@@ -268,6 +269,7 @@ class ShardedOptimizer:
             NonFiniteGradientError: steps were skipped too often in a row.
         """
         sharded = self.sharded
+        self._require_whole("an optimizer step")
         sharded.moved.require("an optimizer step")
         if any(unit.pins for unit in sharded.units):
             raise RuntimeError(
@@ -287,7 +289,11 @@ class ShardedOptimizer:
             return self._skip(norm, scale)
         self._skipped_in_a_row = 0
         coefficient = clip_coefficient(norm, self.max_norm)
-        self._update(coefficient / (scale * divisor))
+        try:
+            self._update(coefficient / (scale * divisor))
+        except BaseException as error:
+            self._torn = f"the update of step {self._steps} failed ({type(error).__name__}: {error})"
+            raise
         self.scaler.update(overflow=False)
         return StepResult(stepped=True, reason=None, grad_norm=norm, clip_coefficient=coefficient, loss_scale=scale)
 
@@ -406,8 +412,12 @@ class ShardedOptimizer:
         """Where state lives in a store: let there be all state that there is now."""
         home = sub.bucket.homes.states
         if home is not None:
-            masters = [sub.bucket.master] if sub.bucket.own_master else []
-            home.move_in([*masters, *self._remembered(sub)])
+            home.move_in(self._living_with(sub))
+
+    def _living_with(self, sub: _SubGroup) -> list[torch.Tensor]:
+        """What of ``sub`` lives in a store together: master weights and what the optimizer has of it."""
+        masters = [sub.bucket.master] if sub.bucket.own_master else []
+        return [*masters, *self._remembered(sub)]
 
     def _remembered(self, sub: _SubGroup) -> Iterator[torch.Tensor]:
         """What the optimizer has of ``sub``, but for single numbers."""
@@ -519,6 +529,14 @@ class ShardedOptimizer:
         for sub in self._sub_groups:
             self._prepare_state(sub, stored, schema, saved_as)
 
+    def _require_whole(self, doing: str) -> None:
+        """Refuse ``doing`` after an update that ended half-way."""
+        if self._torn is not None:
+            raise RuntimeError(
+                f"rank {self.sharded.axis.world.rank}: {doing} after {self._torn}, which left some parameters updated "
+                "and others not; load a checkpoint first"
+            )
+
     def _prepare_state(
         self,
         sub: _SubGroup,
@@ -542,7 +560,9 @@ class ShardedOptimizer:
                 else:
                     state[key] = {"int": 0, "float": 0.0, "bool": False}[kind]
                     self._scalars[part.tensor, key] = torch.zeros((), dtype=dtype)
-        self._move_in(sub)
+        home = sub.bucket.homes.states
+        if home is not None:
+            home.remake(self._living_with(sub))
 
     def _state_dtype(self, tensor: torch.Tensor, saved: torch.dtype, *, same_master: bool) -> torch.dtype:
         if not saved.is_floating_point:
@@ -562,6 +582,8 @@ class ShardedOptimizer:
         For saving, ranks give disjoint slices; for loading, each gives all that it wants filled.
         """
         self.sharded.moved.require("saving or loading optimizer state", OPTIMIZER_STATE)
+        if purpose == "save":
+            self._require_whole("saving")
         slices: dict[str, FlatSlice] = {}
         writes = self.sharded.ranks.writes
         for bucket, part, own in self._parts():
@@ -587,6 +609,7 @@ class ShardedOptimizer:
 
     def finish_load(self) -> None:
         """After a load filled the slices: put numbers that are no tensors back, in their own type."""
+        self._torn = None
         for (tensor, key), value in self._scalars.items():
             state = self.optimizer.state[tensor]
             state[key] = type(state[key])(value.item())

@@ -161,6 +161,18 @@ class Home:
         with self.at_hand(changes=True):
             self.hold(fields)
 
+    def remake(self, fields: Sequence[torch.Tensor]) -> None:
+        """As `move_in`, for tensors whose values are still to come: nothing is read, so that what is lost may be."""
+        if self._memory is not None:
+            self.shelf.store.release(self.key, changed=False)
+            self._memory = None
+        if self._kept is not None:
+            self.shelf.store.drop(self.key)
+            self._kept = None
+        self.hold(fields)
+        self._changed = True
+        self.put_away()
+
     def hold(self, fields: Sequence[torch.Tensor]) -> None:
         """As `move_in`, inside of a context, at whose end it happens."""
         if len(fields) != len(self._fields) or any(a is not b for a, b in zip(fields, self._fields, strict=True)):
