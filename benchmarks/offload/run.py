@@ -12,6 +12,7 @@ its median and quartiles stands the ratio of the best rounds, which says most wh
 In host memory: the same cycle through `HostStore`, beside a plain in-place multiplication that moves as many bytes as
 the step must read and write at least. All of it lies in large pages (`aligned_empty`), which double the rate of memory
 in some virtual machines.
+"memory MB" is what the store has taken; "extra MB" by how much a cycle raises resident memory above what was held.
 
     python benchmarks/offload/run.py FOLDER [--records 16] [--megabytes 48] [--buffers 4] [--rounds 9] [--json FILE]
 
@@ -33,6 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,24 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def peak_extra_bytes(run: Callable[[], object]) -> int | None:
+    """By how much one run raises resident memory above what is held before it (Linux only)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status_bytes("VmRSS")
+        run()
+        return max(0, status_bytes("VmHWM") - before)
+    except (OSError, KeyError):
+        return None
+
+
+def status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
 def in_rounds(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each in each round, in an order that rotates, after one round that isn't counted."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -194,6 +214,7 @@ def on_a_drive(folder: Path, work: Work, rounds: int) -> list[dict[str, Any]]:
             for remark in trial.remarks():
                 print(remark)
         memory = {name: store.memory_bytes for name, store in stores.items()}
+        extra = {name: peak_extra_bytes(partial(cycle, store, work, gradient)) for name, store in stores.items()}
     finally:
         both_ways.unlink(missing_ok=True)
         for store in stores.values():
@@ -207,6 +228,7 @@ def on_a_drive(folder: Path, work: Work, rounds: int) -> list[dict[str, Any]]:
         row["of_floor_quartiles"] = ratio(floor, own)
         row["of_floor_best"] = min(floor) / min(own)
         row["memory_bytes"] = memory.get(name)
+        row["extra_bytes"] = extra.get(name)
         rows.append(row)
     # No cycle is shorter than the longer of the two either.
     bounds = [max(both) for both in zip(floor, seconds["steps alone"], strict=True)]
@@ -226,6 +248,7 @@ def in_memory(work: Work, rounds: int) -> list[dict[str, Any]]:
     with closing(HostStore()) as store:
         fill(store, work)
         held = store.memory_bytes
+        extra = peak_extra_bytes(partial(cycle, store, work, gradient))
         contestants: dict[str, Callable[[], float]] = {
             "host store": lambda: timed(lambda: cycle(store, work, gradient)),
             "in-place stream": lambda: timed(run_stream),
@@ -240,6 +263,7 @@ def in_memory(work: Work, rounds: int) -> list[dict[str, Any]]:
             "of_floor_quartiles": ratio(seconds["in-place stream"], own),
             "of_floor_best": min(seconds["in-place stream"]) / min(own),
             "memory_bytes": held if name == "host store" else None,
+            "extra_bytes": extra if name == "host store" else None,
         }
         for name, own in seconds.items()
     ]
@@ -248,14 +272,18 @@ def in_memory(work: Work, rounds: int) -> list[dict[str, Any]]:
 def show(rows: list[dict[str, Any]], work: Work) -> None:
     for case in ("drive", "host memory"):
         print(f"\n{case}: {work.records} records of {12 * work.elements / 1e6:.1f} MB")
-        print(f"  {'':26s} {'ms':>8s} {'GB/s':>6s}  {'of floor':>22s}  {'best':>5s} {'memory MB':>10s}")
+        print(
+            f"  {'':26s} {'ms':>8s} {'GB/s':>6s}  {'of floor':>22s}  {'best':>5s} {'memory MB':>10s} {'extra MB':>8s}"
+        )
         for row in rows:
             if row["case"] == case:
                 low, middle, high = row["of_floor_quartiles"]
-                held = "" if row["memory_bytes"] is None else f"{row['memory_bytes'] / 1e6:.1f}"
+                held, extra = (
+                    "" if row[kind] is None else f"{row[kind] / 1e6:.1f}" for kind in ("memory_bytes", "extra_bytes")
+                )
                 print(
                     f"  {row['name']:26s} {row['milliseconds']:8.1f} {row['gigabytes_per_second']:6.2f}  "
-                    f"{middle:6.2f} ({low:.2f} to {high:.2f})  {row['of_floor_best']:5.2f} {held:>10s}"
+                    f"{middle:6.2f} ({low:.2f} to {high:.2f})  {row['of_floor_best']:5.2f} {held:>10s} {extra:>8s}"
                 )
     low, middle, high = rows[0]["of_floor_and_steps_quartiles"]
     print(f"\npipelined, of the longer of floor and steps: {middle:.2f} ({low:.2f} to {high:.2f})")

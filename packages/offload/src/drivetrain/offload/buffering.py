@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 
 import torch
@@ -12,7 +15,7 @@ from drivetrain.kernels import BufferPool, Ticket
 from .arena import HostArena, pinning
 from .records import RecordLayout
 
-__all__ = ["Buffers", "Phase", "Record"]
+__all__ = ["Buffers", "Expectation", "Phase", "Record"]
 
 
 class Phase(Enum):
@@ -96,3 +99,35 @@ class Buffers:
     def give_back(self, memory: Tensor) -> None:
         (self._arena.give_back if self.pool is None else self.pool.release)(memory)
         self._taken -= 1
+
+
+class Expectation:
+    """The keys that are fetched next, in order; a key may come several times. Every operation takes constant time."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._keys: list[str | None] = list(keys)  # None: was met
+        self._places: dict[str, deque[int]] = {}
+        for place, key in enumerate(self._keys):
+            if key is not None:
+                self._places.setdefault(key, deque()).append(place)
+        self._head = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for place in range(self._head, len(self._keys)):
+            key = self._keys[place]
+            if key is not None:
+                yield key
+
+    def meet(self, key: str) -> None:
+        """It is fetched now: it is expected once less."""
+        places = self._places.get(key)
+        if not places:
+            return
+        self._keys[places.popleft()] = None
+        while self._head < len(self._keys) and self._keys[self._head] is None:
+            self._head += 1
+
+    def distance(self, key: str) -> float:
+        """After how many others at most it is expected; infinity where it is not."""
+        places = self._places.get(key)
+        return places[0] - self._head if places else math.inf

@@ -17,7 +17,6 @@ whose write failed is LOST: whatever else is called next says so, and so does ev
 from __future__ import annotations
 
 import logging
-import math
 import os
 import uuid
 import weakref
@@ -31,7 +30,7 @@ from torch import Tensor
 from drivetrain.kernels import AsyncFileOptions
 
 from .arena import HostArena
-from .buffering import Buffers, Phase, Record
+from .buffering import Buffers, Expectation, Phase, Record
 from .claim import Claim
 from .extents import Extents
 from .records import RecordLayout, closed, in_use, not_filled, not_in_use, unknown, whole_pages
@@ -101,7 +100,7 @@ class NvmeStore:
         self._buffers = Buffers(buffer_count, self._limit, pin=pin_memory)
         self._records: dict[str, Record] = {}
         self._bound: dict[str, Record] = {}  # those that have a buffer, the latest last
-        self._expected: list[str] = []
+        self._expected = Expectation()
         self._untold: list[Record] = []  # lost, and nobody was told yet
         self._claims: list[Claim] = []
         self._finalizer = weakref.finalize(self, _let_go, self._claims)
@@ -175,7 +174,7 @@ class NvmeStore:
         self._check_open()
         records = [self._record("expect", key) for key in keys]
         if self._pipeline_read:
-            self._expected = [record.key for record in records if record.start is not None]
+            self._expected = Expectation(record.key for record in records if record.start is not None)
             self._collect()
             self._read_ahead()
 
@@ -199,8 +198,7 @@ class NvmeStore:
             self._make_room()
             self._start_read(record)
         record.phase = Phase.USED  # keeps its buffer, whatever is read ahead
-        if key in self._expected:
-            self._expected.remove(key)
+        self._expected.meet(key)
         self._read_ahead()
         failure = record.finish()
         if failure is not None:
@@ -272,7 +270,6 @@ class NvmeStore:
             self._finalizer()
             self._records.clear()
             self._bound.clear()
-            self._expected.clear()
             self._buffers, self._resident = Buffers(1, None, pin=False), HostArena()
         self._tell()
 
@@ -412,14 +409,10 @@ class NvmeStore:
         record.phase = Phase.STORED
         del self._bound[record.key]
 
-    def _distance(self, record: Record) -> float:
-        """After how many fetches it is expected."""
-        return self._expected.index(record.key) if record.key in self._expected else math.inf
-
     def _farthest(self, phase: Phase, but: Iterable[str] = ()) -> Record | None:
         """Of the records that have a buffer and are in this phase, the one that is expected last."""
         found = [record for record in self._bound.values() if record.phase is phase and record.key not in but]
-        return max(found, key=self._distance, default=None)
+        return max(found, key=lambda record: self._expected.distance(record.key), default=None)
 
     def _make_room(self) -> None:
         """Have a buffer free for a caller, who waits as long as that takes.
@@ -429,7 +422,7 @@ class NvmeStore:
         if self._buffers.free:
             return
         victim = self._farthest(Phase.READY)
-        if victim is None or self._distance(victim) < self._buffers.count:
+        if victim is None or self._expected.distance(victim.key) < self._buffers.count:
             writing = next((record for record in self._bound.values() if record.phase is Phase.WRITING), None)
             if writing is not None:
                 self._end_transfer(writing)
