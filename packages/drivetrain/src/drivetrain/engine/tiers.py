@@ -57,7 +57,8 @@ class _Maker:
         itemsize = (precision.compute or torch.float32).itemsize
         fixed = "buffer_size" in section.model_fields_set
         return NvmeStore(
-            self._folders("offload_param", section.nvme_path or (), "parameters"),
+            self._folders("offload_param", section.nvme_path or ()),
+            name="parameters",
             rank=self._rank,
             buffer_count=section.buffer_count,
             buffer_bytes=section.buffer_size * itemsize if fixed else None,
@@ -70,7 +71,8 @@ class _Maker:
         if section.device != "nvme":
             return self._host("offload_optimizer", section)
         return NvmeStore(
-            self._folders("offload_optimizer", section.nvme_path or (), "states"),
+            self._folders("offload_optimizer", section.nvme_path or ()),
+            name="states",
             rank=self._rank,
             buffer_count=section.buffer_count,
             pin_memory=section.pin_memory,
@@ -92,11 +94,12 @@ class _Maker:
             return None
         return HostStore(pin_memory=section.pin_memory)
 
-    def _folders(self, name: str, paths: Sequence[str], kind: str) -> list[Path]:
-        folders = [Path(path).expanduser() / kind for path in paths]
+    def _folders(self, name: str, paths: Sequence[str]) -> list[Path]:
+        """They are there already, or next to something that is: a disk that is not mounted must be noticed."""
+        folders = [Path(path).expanduser() for path in paths]
         for folder in folders:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(exist_ok=True)
                 with tempfile.TemporaryFile(dir=folder):
                     pass
             except OSError as error:
