@@ -5,9 +5,11 @@ On a CPU host memory is the device's own, so that only NVMe moves anything; zero
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import re
 import resource
 import signal
 from dataclasses import dataclass, field
@@ -20,7 +22,8 @@ import torch
 from torch import nn
 
 from drivetrain.comm import Mesh, init
-from drivetrain.engine import Engine, initialize
+from drivetrain.engine import CheckpointError, Engine, initialize
+from drivetrain.engine.checkpoint import list_checkpoints
 from drivetrain.engine.config import ConfigError, load
 from drivetrain.offload import NvmeStore
 from drivetrain_testkit import RankError, run_ranks
@@ -187,7 +190,7 @@ def start_in(rank: int, world_size: int, folder: str) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(RankError, match=r"offload_optimizer\.nvme_path: .*file cannot be written to: Not a dir"):
+    with pytest.raises(RankError, match=r"offload_optimizer\.nvme_path: .*file cannot be written to: File exists"):
         run_ranks(start_in, 1, str(tmp_path / "file"))
 
 
@@ -215,7 +218,7 @@ def test_what_makes_no_sense_is_refused_at_start_up(zero: dict[str, Any], text: 
 
 
 def damaged(rank: int, world_size: int, folder: str) -> str:
-    """The file is cut off between two steps. Nothing goes on or is saved from what is left; a checkpoint still loads."""
+    """The file is cut off between two steps. Nothing goes on, or is saved, from what is left; a checkpoint loads."""
     place = Path(folder)
     engine = initialize(Net(), Case(stage=2, precision="bf16", optimizer={"buffer_count": 2}).config(place / "disk"))
     train(engine, rank, range(1))
@@ -226,31 +229,39 @@ def damaged(rank: int, world_size: int, folder: str) -> str:
     with pytest.raises((OSError, EOFError)) as caught:
         train(engine, rank, range(2, 3))
     text = str(caught.value)
-    with pytest.raises(RuntimeError, match=r"rank 0: saving after the update of step 3 failed \(.*load a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"record 'states of .*' could not be read: it was cut off"):
         engine.save(place / "checkpoints", tag="torn")
-    assert [path.name for path in (place / "checkpoints").iterdir() if "torn" in path.name] == []
-    engine.load(place / "checkpoints")
-    assert train(engine, rank, range(1, 2)) == expected
-    engine.close()
+    assert [entry.tag for entry in list_checkpoints(place / "checkpoints")] == ["global_step1"]
+    with contextlib.suppress(OSError):
+        engine.close()
+    fresh = initialize(Net(), Case(stage=2, precision="bf16").config(place / "another disk"), mesh=engine.mesh)
+    fresh.load(place / "checkpoints")
+    assert train(fresh, rank, range(1, 2)) == expected
+    fresh.close()
     return text
 
 
 def test_a_file_that_is_cut_off_underneath_stops_the_step_and_a_checkpoint_loads_again(tmp_path: Path) -> None:
     (text,) = run_ranks(damaged, 1, str(tmp_path))
-    assert "record 'states of " in text
-    assert "could not be read" in text
+    assert re.search("record '(states|gradients) of .* it was cut off", text)
 
 
 def full_disk(rank: int, world_size: int, folder: str) -> str:
-    """No file may grow beyond what master weights take: the moments, which are made in the first step, have no room."""
-    numel = sum(p.numel() for p in Net().parameters())
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * numel, 8 * numel))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    """No file may grow beyond what masters and gradients take: the moments, made in the first step, have no room."""
     engine = initialize(Net(), Case(stage=2, precision="bf16").config(Path(folder)))
+    engine.backward(engine(torch.randn(4, 10)).square().mean())
+    engine.sharded.reducer.drain()
+    (data,) = Path(folder).rglob("data")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (data.stat().st_size, data.stat().st_size))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with pytest.raises(OSError, match="for which there is no room") as caught:
-        train(engine, rank, range(1))
+        engine.step()
+    assert engine.optimizer is not None
     with pytest.raises(RuntimeError, match="an optimizer step after the update of step 1 failed"):
-        train(engine, rank, range(1))
+        engine.optimizer.step()
+    engine.zero_grad()
+    with pytest.raises(RuntimeError, match=r"saving after the update of step 1 failed .* load a checkpoint first"):
+        engine.save(Path(folder) / "checkpoints")
     return str(caught.value)
 
 
@@ -275,7 +286,7 @@ def killed(rank: int, world_size: int, folder: str, dies: bool) -> list[Any]:
 
     def release_and_die(key: str, *, changed: bool) -> None:
         release(key, changed=changed)
-        if rank == 0 and changed and key.startswith("states of"):
+        if rank == 0 and changed and key.startswith("states of blocks"):
             os.kill(os.getpid(), signal.SIGKILL)  # its write is under way
 
     states.release = release_and_die  # type: ignore[method-assign]
@@ -284,7 +295,7 @@ def killed(rank: int, world_size: int, folder: str, dies: bool) -> list[Any]:
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_nothing_that_is_used_again(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 0 was killed by SIGKILL|rank 1 raised"):
+    with pytest.raises(RankError, match="rank 1 raised"):
         run_ranks(killed, 2, str(tmp_path), True)
     assert list((tmp_path / "disk").rglob("drivetrain-offload-*-00000"))
     resumed = run_ranks(killed, 2, str(tmp_path), False)

@@ -233,14 +233,28 @@ def test_a_file_that_was_cut_short_is_told_at_fetch(tmp_path: Path) -> None:
     os.truncate(data, 50_000)
     store.expect(["b"])  # says nothing
     for _ in range(2):
-        with pytest.raises(
-            EOFError, match=r"rank 5: record 'b' could not be read: read of .*data.*the file ends at offset 50000"
-        ):
+        with pytest.raises(OSError, match=r"record 'b' could not be read: it was cut off: .* has 50000: '.*/data'"):
             store.fetch("b")
-    check(store, "a", wanted["a"])
-    put(store, "b", like(10_000), 9)
-    check(store, "a", wanted["a"])
-    check(store, "b", values(like(10_000), 9))
+    with pytest.raises(OSError, match="it was cut off"):  # which would make it long again
+        put(store, "d", like(10_000), 9)
+    with pytest.raises(OSError, match="record 'a' could not be read: it was cut off"):
+        check(store, "a", wanted["a"])
+    store.close()
+
+
+def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+    store = NvmeStore(tmp_path, rank=5, buffer_count=1)
+    put(store, "a", like(10_000), 1)
+    put(store, "b", like(10_000), 2)
+    store.flush()
+    data = tmp_path / "drivetrain-offload-states-00005" / "data"
+    data.with_name("copy").write_bytes(data.read_bytes())
+    data.with_name("copy").replace(data)
+    with pytest.raises(OSError, match="record 'a' could not be read: another file was put in its place"):
+        store.fetch("a")
+    data.unlink()
+    with pytest.raises(FileNotFoundError):
+        store.fetch("a")
     store.close()
 
 

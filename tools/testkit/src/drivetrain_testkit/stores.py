@@ -76,10 +76,6 @@ class MemoryStore:
         return False
 
     @property
-    def in_memory(self) -> bool:
-        return False
-
-    @property
     def bytes(self) -> int:
         records = (kept if kept is not None else self._out[key] for key, kept in self._kept.items())
         return sum(tensor.nbytes for record in records for tensor in record)

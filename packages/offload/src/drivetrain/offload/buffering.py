@@ -41,10 +41,12 @@ class Record:
         self.filled = False
         self.tickets: list[Ticket] = []
         self.failure: OSError | None = None
+        self.refusal: OSError | None = None  # why no transfer was started
 
     def finish(self) -> OSError | EOFError | None:
         """Wait for its transfers; the first failure."""
-        failure: OSError | EOFError | None = None
+        failure: OSError | EOFError | None = self.refusal
+        self.refusal = None
         for ticket in self.tickets:
             try:
                 ticket.wait()

@@ -20,14 +20,14 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from drivetrain.kernels import AsyncFileOptions
+from drivetrain.kernels import AsyncFileOptions, Ticket
 
 from .arena import HostArena
 from .buffering import Buffers, Expectation, Phase, Record
@@ -226,9 +226,7 @@ class NvmeStore:
         record.filled = True
         record.phase = Phase.READY
         if changed and record.start is not None:
-            assert record.memory is not None
-            record.tickets = self._file.write(record.memory, record.start)
-            record.phase = Phase.WRITING
+            self._start_write(record)
             self._bound[key] = self._bound.pop(key)
             if not self._pipeline_write:
                 self._end_transfer(record)
@@ -291,6 +289,7 @@ class NvmeStore:
         start = self._space.take(layout.room)
         if start is None:
             more = layout.room - self._space.free_at_end
+            self._file.check()  # growing would make a file that was cut off whole again, with zeros
             try:
                 self._file.grow(self._file.size + more)
             except OSError as error:
@@ -374,9 +373,23 @@ class NvmeStore:
     def _start_read(self, record: Record) -> None:
         assert record.start is not None
         record.memory = self._buffers.take(record.layout.room)
-        record.tickets = self._file.read(record.memory, record.start)
         record.phase = Phase.READING
         self._bound[record.key] = record
+        self._start(self._file.read, record)
+
+    def _start_write(self, record: Record) -> None:
+        record.phase = Phase.WRITING
+        self._start(self._file.write, record)
+
+    def _start(self, transfer: Callable[[Tensor, int], list[Ticket]], record: Record) -> None:
+        """Start a transfer. What forbids it is the transfer's failure."""
+        assert record.memory is not None
+        assert record.start is not None
+        try:
+            self._file.check()
+            record.tickets = transfer(record.memory, record.start)
+        except OSError as error:
+            record.refusal = error
 
     def _end_transfer(self, record: Record, *, bound: bool = True) -> None:
         """Wait for a record's transfer. Its buffer is then READY; after a failure it is free."""

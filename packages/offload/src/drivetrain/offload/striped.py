@@ -55,6 +55,10 @@ def preallocate(path: Path, start: int, end: int) -> None:
         os.close(descriptor)
 
 
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
 class StripedFile:
     """Files that are made, or emptied, to hold one range of bytes in chunks of `chunk` bytes, a multiple of 4096."""
 
@@ -65,9 +69,11 @@ class StripedFile:
         self._chunk = chunk
         self._size = 0
         self._files: list[AsyncFile] = []
+        self._identities: list[tuple[int, int]] = []
         try:
             for path in paths:
                 self._files.append(AsyncFile(path, "w", options=options, buffers=buffers))
+                self._identities.append(_identity(os.stat(path)))
         except BaseException:
             self.close()
             raise
@@ -109,6 +115,18 @@ class StripedFile:
             return size
         chunks = -(-size // self._chunk)
         return (chunks + count - 1 - index) // count * self._chunk
+
+    def check(self) -> None:
+        """OSError where another program has cut off, replaced or removed a file.
+
+        A write would make a file that was cut off as long again, and what it had read as zeros: so ask before each.
+        """
+        for index, (path, identity) in enumerate(zip(self._paths, self._identities, strict=True)):
+            found, wanted = os.stat(path), self._share(index, self._size)
+            if _identity(found) != identity:
+                raise OSError(errno.EIO, "another file was put in its place", str(path))
+            if found.st_size < wanted:
+                raise OSError(errno.EIO, f"it was cut off: it had {wanted} bytes and has {found.st_size}", str(path))
 
     def read(self, memory: Tensor, offset: int) -> list[Ticket]:
         """Start filling `memory`, uint8[n], from the range's bytes at `offset`."""

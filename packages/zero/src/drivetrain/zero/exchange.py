@@ -27,11 +27,16 @@ from drivetrain.zero.rows import Rows
 
 
 class Pending(Protocol):
-    """A reduction on its way. `wait` adds the result to ``bucket.reduced``; further calls do nothing."""
+    """A reduction on its way. `wait` adds the result to ``bucket.reduced``, `drop` forgets it; both wait for its end.
+
+    Further calls of either do nothing.
+    """
 
     bucket: Bucket
 
     def wait(self) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 class PendingReduction:
@@ -56,6 +61,12 @@ class PendingReduction:
         if self._scale != 1.0:
             result.mul_(self._scale)
         bucket.add_reduced(result)
+
+    def drop(self) -> None:
+        """Block until the gradients are reduced, and forget them."""
+        if self._result is not None:
+            self._handle.wait()
+            self._result = None
 
 
 class GradientExchange:

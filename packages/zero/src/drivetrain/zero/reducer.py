@@ -170,7 +170,9 @@ class GradientReducer:
     def abandon_backward(self) -> None:
         """The backward pass died of an exception: forget its progress, and every gradient of the current step."""
         self.finish_backward(reduces=False, closes=False)
-        self.drain()
+        while self._pending:
+            self._pending.popleft().drop()
+        self._finish_averaging()
         self.clear()
 
     def _send_in_turn(self, until: int) -> None:
