@@ -110,7 +110,7 @@ class Persistence:
         self.sharded.zero_grad()
         if optimizer is not None:
             prepare_optimizer(optimizer, stored)
-            tensors.update(optimizer_tensors(optimizer, "load"))
+            tensors = {**model_tensors(self.sharded), **optimizer_tensors(optimizer, "load")}
         options = only_model if optimizer is None else replace(only_model, prefixes=())
         loaded = load(directory, stored.manifest.tag, tensors=tensors, axis=self._axis, options=options)
         self.sharded.refresh_parameters()

@@ -52,6 +52,7 @@ from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
 from drivetrain.zero.split import is_placeholder
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.trained import Trained
 from drivetrain.zero.unit import Presence, Unit
 from drivetrain.zero.values import Initialize, ParameterValues, TensorSource, find_values
 from drivetrain.zero.wire import WireRule
@@ -76,6 +77,7 @@ class ShardedModule:
         ranks: the ranks that it is trained on.
         units: what is gathered and released together, root first.
         buckets: all buckets, in the order of the units.
+        trained: which parameters are trained now.
         closes_step: whether the next backward pass is the last one before the optimizer step. Only stages that
             reduce once per step ask; with False they keep accumulating on their own.
         moved: which states are away (see `move_states`).
@@ -101,9 +103,11 @@ class ShardedModule:
         self.reducer = reducer
         self.moved = moved
         self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
-        self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.closes_step = True
-        self.hooks = Hooks(module, units, residency, reducer, self.reduces, lambda: self.closes_step)
+        gathers = any(not unit.resident for unit in units)
+        self.trained = Trained(self.buckets, ranks, gathers=gathers, holds_gradients=lambda: self.holds_gradients)
+        self.trained.tell(reducer.set_trained)
+        self.hooks = Hooks(module, units, residency, reducer, self.trained, self.reduces, lambda: self.closes_step)
         self.hooks.backward.admit = self.check_backward
         self.guard = Guard(module, units, ranks.shard.world.rank, moved)
 
@@ -111,6 +115,11 @@ class ShardedModule:
     def axis(self) -> Axis:
         """The ranks that it is sharded over."""
         return self.ranks.shard
+
+    @property
+    def trained_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets with parameters that are trained now."""
+        return tuple(bucket for bucket in self.buckets if bucket.trained)
 
     def reduces(self) -> bool:
         """Whether the next backward pass reduces gradients, or only adds them up."""
@@ -237,7 +246,7 @@ class ShardedModule:
         return ModelStateBytes(
             parameters=sum(b.parameter_bytes for b in self.buckets),
             gradients=sum(b.gradient_bytes for b in self.buckets),
-            master=sum(b.master_bytes for b in self.buckets if b.trainable),
+            master=sum(b.master_bytes for b in self.buckets),
             gathered=gathered,
         )
 

@@ -10,8 +10,8 @@ Invariants:
 - Autograd may have saved views of the full buffer. So the storage object is kept for good: released by resizing it
   to nothing, filled again before the views are read.
 - ``master`` covers the optimizer's region of the bucket (the rank's shard, or all of it at stage 0). Where its dtype is
-  that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they are frozen, it IS
-  that part of them, not a copy.
+  that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they were never trained,
+  it IS that part of them, not a copy.
 - Where the shard is kept quantised (``packed``), there is nothing else: ``shard`` and ``master`` are empty.
 """
 
@@ -72,8 +72,7 @@ class Bucket:
 
     Args:
         unit: the name of the unit that it is a part of, for errors.
-        parameters: the parameters, all of one dtype and all trained or all frozen. The first rank's values become the
-            values on every rank.
+        parameters: the parameters, all of one dtype. The first rank's values become the values on every rank.
         values: where their values come from instead; then no rank needs to have the whole bucket.
         formats: what they compute, are updated and travel in.
         resident: the full buffer is never released.
@@ -81,6 +80,11 @@ class Bucket:
         ranks: the ranks that train it; it is split over their shard axis.
         rows: gradients are kept and sent as rows of the one parameter, a matrix, that there is.
         pack: how the shard is kept quantised; None keeps it as it is. For frozen parameters that are released.
+
+    Attributes:
+        trainable: the parameters can be trained: they take gradients, and are not kept quantised.
+        trained: ranks have agreed that some of them are trained now (see `trained`), so gradients are reduced.
+        has_master: they are, or were, trained, so there is something for an optimizer to update.
     """
 
     full: torch.Tensor  # [padded_numel] dtype; without storage while released
@@ -113,7 +117,10 @@ class Bucket:
         self.dtype = formats.compute
         self.wire = formats.wire
         self.resident = resident
-        self.trainable = parameters[0].parameter.requires_grad
+        self.trainable = pack is None and formats.compute.is_floating_point
+        self.trained = self.trainable and any(p.parameter.requires_grad for p in parameters)
+        self.has_master = self.trained
+        self.master_dtype = formats.master
         self.split = splits_optimizer
         self.row_width = parameters[0].parameter.shape[1] if rows else None
         self.axis = axis
@@ -125,7 +132,7 @@ class Bucket:
         self.secondary = None
         self.packed = None
         if pack is None:
-            self._place(parameters, formats.master, ranks.everyone, values)
+            self._place(parameters, ranks.everyone, values)
         else:
             self._pack(parameters, ranks.everyone, values, pack)
         self.slots = self._make_slots(parameters)
@@ -134,9 +141,7 @@ class Bucket:
         if not resident:
             self.release()
 
-    def _place(
-        self, parameters: Sequence[NamedParameter], master: torch.dtype, everyone: Axis, values: Values | None
-    ) -> None:
+    def _place(self, parameters: Sequence[NamedParameter], everyone: Axis, values: Values | None) -> None:
         """Lay out the values, in the precision they came in, and keep what this rank needs of them."""
         if values is not None and not self.resident:
             region = self._read(parameters, values)
@@ -147,8 +152,8 @@ class Bucket:
             region = flat[self.region]
             self.full = flat.to(self.dtype)
             self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
-        if self.trainable and master != self.dtype:
-            self.master = region.to(master, copy=True)
+        if self.trained and self.master_dtype != self.dtype:
+            self.master = region.to(self.master_dtype, copy=True)
         else:
             self.master = self.shard if self.split else self.full
 
@@ -202,6 +207,12 @@ class Bucket:
     def numel(self) -> int:
         """Elements of the bucket, padding included."""
         return self.layout.padded_numel
+
+    def make_master(self) -> None:
+        """Have something for an optimizer to update, made of the parameters as they are, if there never was."""
+        if not self.has_master and self.master_dtype != self.dtype:
+            self.master = self.master.to(self.master_dtype, copy=True)
+        self.has_master = True
 
     @property
     def whole(self) -> bool:

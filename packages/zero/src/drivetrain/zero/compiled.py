@@ -205,8 +205,8 @@ class CompiledModule:
             for number, bucket in enumerate(sharded.buckets)
             for index, slot in enumerate(bucket.slots)
         }
-        trained = [number for number, bucket in enumerate(sharded.buckets) if bucket.trainable]
-        self._lanes = {number: lane for lane, number in enumerate(trained)}
+        trainable = [number for number, bucket in enumerate(sharded.buckets) if bucket.trainable]
+        self._lanes = {number: lane for lane, number in enumerate(trainable)}
         self._storages = frozenset(bucket.full.untyped_storage()._cdata for bucket in sharded.buckets)
         self._placeholders = frozenset(
             storage_of(slot.placeholder)
@@ -297,7 +297,7 @@ class CompiledModule:
         return not self._sharded.buckets[place.group].resident
 
     def trains(self, place: Place) -> bool:
-        """Whether a parameter's gradient is wanted."""
+        """Whether a parameter's gradient is wanted, if there is one."""
         return self._sharded.buckets[place.group].trainable
 
     def compile(self, graph: ReadGraph) -> ReadGraph:

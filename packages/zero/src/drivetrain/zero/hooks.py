@@ -40,15 +40,18 @@ from drivetrain.zero.order import Phase
 from drivetrain.zero.provenance import mark_call, mark_parameter
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
+from drivetrain.zero.trained import Trained
 from drivetrain.zero.unit import Call, Unit
 
 Gradients = tuple[torch.Tensor | None, ...]
 
 
 def accumulator(parameter: nn.Parameter) -> Node:
-    """The autograd node that would add gradients to ``parameter.grad``."""
+    """The autograd node that would add gradients to ``parameter.grad``, now or when it is trained later."""
+    trained = parameter.requires_grad
     with torch.enable_grad():
-        view = parameter.expand_as(parameter)
+        view = parameter.requires_grad_().expand_as(parameter)
+    parameter.requires_grad_(trained)
     assert view.grad_fn is not None
     node = view.grad_fn.next_functions[0][0]
     assert node is not None
@@ -203,6 +206,7 @@ class Hooks:
         units: all units.
         residency: brings parameters in and lets them go.
         reducer: takes gradients.
+        trained: which parameters these are for.
         reduces: asks whether the current backward pass reduces gradients or only accumulates them.
         closes: asks whether it is the last one before the optimizer step.
     """
@@ -213,6 +217,7 @@ class Hooks:
         units: tuple[Unit, ...],
         residency: Residency,
         reducer: GradientReducer,
+        trained: Trained,
         reduces: Callable[[], bool],
         closes: Callable[[], bool],
     ) -> None:
@@ -220,6 +225,7 @@ class Hooks:
         self._units = units
         self._residency = residency
         self._reducer = reducer
+        self._trained = trained
         self._reduces = reduces
         self._closes = closes
         self._handles: list[RemovableHandle] = []
@@ -229,8 +235,8 @@ class Hooks:
         self._lanes_of: dict[Unit, tuple[int, ...]] = {}
         self._accumulators: list[Node] = []  # autograd forgets one that nobody holds, and its hooks with it
         self.backward = BackwardPass(self._begin_backward, self._end_backward, self._abandon_backward)
-        self.backward.trains = any(bucket.trainable for unit in units for bucket in unit.buckets)
         self._install()
+        trained.tell(self._on_trained)
 
     def _install(self) -> None:
         add = self._handles.append
@@ -249,6 +255,9 @@ class Hooks:
                         add(node.register_prehook(self._taker(unit, lane, index)))
                     lane += 1
             self._lanes_of[unit] = tuple(range(first, lane))
+
+    def _on_trained(self) -> None:
+        self.backward.trains = any(bucket.trained for unit in self._units for bucket in unit.buckets)
 
     def suspend(self) -> None:
         """Leave it to others to bring parameters in. Gradients and the ends of passes are seen to as before."""
@@ -328,15 +337,8 @@ class Hooks:
             return
         self.backward.settle()
         self._residency.restart()
-        for unit in self._units:
-            for bucket in unit.buckets:
-                for slot in bucket.slots:
-                    if slot.parameter.requires_grad and not bucket.trainable:
-                        raise RuntimeError(
-                            f"parameter '{slot.name}' was frozen when the model was sharded and has requires_grad=True "
-                            "now; it has no gradient and optimizer shards. Unfreeze it before drivetrain shards the "
-                            "model."
-                        )
+        if torch.is_grad_enabled() and not any(unit.pins for unit in self._units):
+            self._trained.refresh()
 
     def _after_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if inside_backward():

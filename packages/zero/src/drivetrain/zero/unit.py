@@ -91,7 +91,7 @@ class Unit:
     @property
     def trainable_count(self) -> int:
         """Parameters that a backward pass can bring a gradient for now."""
-        return sum(slot.parameter.requires_grad for b in self.buckets if b.trainable for slot in b.slots)
+        return sum(slot.parameter.requires_grad for b in self.buckets if b.trained for slot in b.slots)
 
     @property
     def done(self) -> bool:
