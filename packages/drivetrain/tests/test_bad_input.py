@@ -187,7 +187,8 @@ def unfreezing_what_is_kept_in_int8(folder: Path) -> None:
 
 CHANGED = (
     " after the model was sharded, and no step would update it. Do what replaces parameters (module.to, .half, .cuda, "
-    "tying, an assignment to .data) before drivetrain shards the model; change values in place, under torch.no_grad."
+    "tying, an assignment to .data) before drivetrain shards the model; change values in place, under torch.no_grad. A "
+    "new parameter in the place of an old one is taken over by engine.adopt() (drivetrain.zero.adopt)."
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ def train(engine: Engine, rank: int, first: int, folder: Path | None = None) -> 
     return [value for value in found if value is not None]
 
 
-def resume(rank: int, folder: Path, stage: int) -> dict[str, bool]:
+def resume(rank: int, world_size: int, folder: Path, stage: int) -> dict[str, bool]:
     model = Net()
     change(model, 0)
     expected = train(initialize(model, config(stage)), rank, 0, folder)
@@ -91,11 +90,11 @@ def resume(rank: int, folder: Path, stage: int) -> dict[str, bool]:
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path, stage: int) -> None:
     """Whether what was frozen when it was saved is frozen before or after it is loaded, and at another stage."""
-    for same in run_ranks(partial(resume, folder=tmp_path, stage=stage), RANKS):
+    for same in run_ranks(resume, RANKS, tmp_path, stage):
         assert same == {"before": True, "after": True, "elsewhere": True}
 
 
-def compiled(rank: int, stage: int) -> bool:
+def compiled(rank: int, world_size: int, stage: int) -> bool:
     results = []
     for deep in (False, True):
         model = Net()
@@ -112,4 +111,4 @@ def compiled(rank: int, stage: int) -> bool:
 
 @pytest.mark.parametrize("stage", (1, 3))
 def test_compiled_passes_follow(stage: int) -> None:
-    assert run_ranks(partial(compiled, stage=stage), RANKS) == [True, True]
+    assert run_ranks(compiled, RANKS, stage) == [True, True]

@@ -18,8 +18,8 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Protocol
 
@@ -52,6 +52,11 @@ class Slot:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def gone(self) -> bool:
+        """The parameter that was here is not in the module any more."""
+        return not self.names
 
 
 class Values(Protocol):
@@ -204,6 +209,28 @@ class Bucket:
         return slots
 
     @property
+    def named(self) -> list[Slot]:
+        """The slots whose parameters are in the module."""
+        return [slot for slot in self.slots if not slot.gone]
+
+    def follow(self, names: Mapping[int, tuple[str, ...]]) -> list[Slot]:
+        """The module has changed: its parameters, by id, have these ``names``.
+
+        Returns:
+            What has left it. Its room stays, as something that nobody trains.
+        """
+        left: list[Slot] = []
+        for index, slot in enumerate(self.slots):
+            if not slot.gone and id(slot.parameter) not in names:
+                left.append(slot)
+                slot.parameter.data = slot.placeholder
+                nobody = nn.Parameter(slot.whole if self.resident else slot.placeholder, requires_grad=False)
+                self.slots[index] = replace(slot, parameter=nobody, names=())
+            elif not slot.gone:
+                self.slots[index] = replace(slot, names=names[id(slot.parameter)])
+        return left
+
+    @property
     def numel(self) -> int:
         """Elements of the bucket, padding included."""
         return self.layout.padded_numel
@@ -233,6 +260,13 @@ class Bucket:
         """Point the parameters at nothing."""
         for slot in self.slots:
             slot.parameter.data = slot.placeholder
+
+    def dismiss(self) -> None:
+        """Nobody needs it any more."""
+        self.trained = False
+        self.slots.clear()
+        self.full = self.shard = self.master = self.full.new_empty(0)
+        self.packed = self.secondary = self.local = self.reduced = None
 
     def drop(self) -> None:
         """Give the full buffer's memory back. The parameters must not point at it."""
@@ -302,6 +336,8 @@ class Bucket:
         if self.packed is not None:
             self.packed.forget_arrivals()
         for slot, piece in zip(self.slots, self.own_pieces(), strict=True):
+            if slot.gone:
+                continue
             if self.packed is not None:
                 nothing = torch.empty(piece.numel, dtype=torch.float32, device="meta")
                 slices[slot.name] = PackedSlice(

@@ -26,7 +26,7 @@ that nobody runs backward; the reentrant kind, whose first forward pass had no g
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.casts import CastCopies
 from drivetrain.zero.order import Phase
 from drivetrain.zero.provenance import mark_call, mark_parameter
@@ -228,6 +229,7 @@ class Hooks:
         self._trained = trained
         self._reduces = reduces
         self._closes = closes
+        self.suspended = False  # others bring parameters in
         self._handles: list[RemovableHandle] = []
         self._unit_handles: list[RemovableHandle] = []
         self._copies: dict[int, CastCopies] = {}  # by unit
@@ -243,30 +245,47 @@ class Hooks:
         add(self._root.register_forward_pre_hook(self._before_root, prepend=True))
         add(self._root.register_forward_hook(self._after_root, with_kwargs=True))
         self.resume()
-        lane = 0
         for unit in self._units:
-            first = lane
-            for bucket in unit.buckets:
-                if bucket.trainable:
-                    for index, slot in enumerate(bucket.slots):
-                        node = accumulator(slot.parameter)
-                        self._accumulators.append(node)
-                        mark_parameter(node, self.backward)
-                        add(node.register_prehook(self._taker(unit, lane, index)))
-                    lane += 1
-            self._lanes_of[unit] = tuple(range(first, lane))
+            self._take_gradients(unit, unit.buckets)
+
+    def _take_gradients(self, unit: Unit, buckets: Sequence[Bucket]) -> None:
+        """Have the gradients of ``buckets``, which are of ``unit``."""
+        for bucket in buckets:
+            if not bucket.trainable:
+                continue
+            lane = self._reducer.lane(bucket)
+            self._lanes_of[unit] = (*self._lanes_of.get(unit, ()), lane)
+            for index, slot in enumerate(bucket.slots):
+                node = accumulator(slot.parameter)
+                self._accumulators.append(node)
+                mark_parameter(node, self.backward)
+                self._handles.append(node.register_prehook(self._taker(unit, lane, index)))
+        self._lanes_of.setdefault(unit, ())
+
+    def adopt(self, units: tuple[Unit, ...], fresh: Mapping[Bucket, Unit]) -> None:
+        """Go on with ``units``, in which there are ``fresh`` buckets; modules may be new too."""
+        self.suspend()
+        self._units = units
+        self._copies.clear()
+        for bucket, unit in fresh.items():
+            self._take_gradients(unit, [bucket])
+        for unit in units:
+            self._lanes_of.setdefault(unit, ())
+        self.resume()
 
     def _on_trained(self) -> None:
         self.backward.trains = any(bucket.trained for unit in self._units for bucket in unit.buckets)
 
     def suspend(self) -> None:
         """Leave it to others to bring parameters in. Gradients and the ends of passes are seen to as before."""
+        self.suspended = True
         for handle in self._unit_handles:
             handle.remove()
         self._unit_handles.clear()
 
     def resume(self) -> None:
         """Bring parameters in around the calls of modules."""
+        self.suspended = False
         owners = self._find_owners()
         for unit in self._units:
             if not unit.resident:

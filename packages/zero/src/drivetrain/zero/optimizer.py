@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from drivetrain.comm import Waitable, all_gather_object, all_reduce
 from drivetrain.kernels import FusedAdagrad, FusedAdam, FusedSgd, Lion
+from drivetrain.zero.adopt import Adopted, adopt
 from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
 from drivetrain.zero.clip import clip_coefficient, own_square_sum
@@ -163,13 +164,16 @@ class ShardedOptimizer:
         self._group_of: dict[int, int] = {}  # by the id of a parameter
         self._tensors: dict[int, torch.Tensor] = {}  # by the id of a parameter: what the optimizer updates of it
         self._sub_groups: list[_SubGroup] = []
-        self._unlisted: frozenset[int] | None = None  # trained parameters in no group, by id
+        self._told = True  # `_tell_unlisted` has nothing new to say
+        self._unlisted: frozenset[int] = frozenset()  # trained parameters in no group that were told of, by id
         self.names: list[list[str]] = []  # by group
         self._check()
         self._take_groups()
         self._held = dict(optimizer.state)  # of whole parameters, to be cut
         optimizer.state.clear()
         sharded.trained.tell(self._take_buckets)
+        self._unlisted = frozenset(self._find_unlisted())
+        self._told = True
 
     # construction -----------------------------------------------------------------------------------------------------
 
@@ -209,16 +213,16 @@ class ShardedOptimizer:
         new = self.optimizer.param_groups[first:]
         listed = [(index, id(parameter)) for index, group in enumerate(new, first) for parameter in group["params"]]
         strangers = sum(key not in slots for _, key in listed)
-        if strangers:
-            raise ValueError(
-                f"{strangers} of the {len(listed)} parameters in {type(self.optimizer).__name__} do not belong to "
-                f"the sharded {type(sharded.module).__name__}"
-            )
         again = [slots[key].name for _, key in listed if key in self._group_of]
-        if again:
+        if strangers or again:
+            if first:
+                del self.optimizer.param_groups[first:]
+            name = type(self.optimizer).__name__
             raise ValueError(
-                f"parameter '{again[0]}' is in a parameter group of {type(self.optimizer).__name__} already; a parameter "
-                "has one group"
+                f"{strangers} of the {len(listed)} parameters in {name} do not belong to the sharded "
+                f"{type(sharded.module).__name__}"
+                if strangers
+                else f"parameter '{again[0]}' is in a parameter group of {name} already; a parameter has one group"
             )
         self._group_of.update((key, index) for index, key in listed)
         self.names = [[] for _ in self.optimizer.param_groups]
@@ -229,6 +233,8 @@ class ShardedOptimizer:
     def _take_buckets(self) -> None:
         """Point the optimizer's groups at this rank's slices of all that is, or was, trained."""
         self._check_half()
+        if len(self.optimizer.param_groups) != len(self.names):
+            self._take_groups()
         sharded = self.sharded
         count = len(self.optimizer.param_groups)
         matrices: dict[int, Matrix] = {}
@@ -249,7 +255,7 @@ class ShardedOptimizer:
         if self._whole_matrices and sharded.policy.splits_optimizer:
             self.optimizer.matrix_exchange = SlicedMatrices(matrices, sharded.axis)  # type: ignore[attr-defined]
         self._sub_groups = sub_groups
-        self._tell_unlisted()
+        self._told = False
 
     def _slice(self, bucket: Bucket, slot: Slot, piece: Piece) -> torch.Tensor:
         """What the optimizer updates of a parameter: the same tensor every time, as state goes by it."""
@@ -264,9 +270,11 @@ class ShardedOptimizer:
 
     def _tell_unlisted(self) -> None:
         """Say what was unfrozen and will not be updated: plain torch is silent too, and it takes days to find."""
-        trained = [s for bucket in self.sharded.trained_buckets for s in bucket.slots if s.parameter.requires_grad]
-        unlisted = {id(slot.parameter): slot.name for slot in trained if id(slot.parameter) not in self._group_of}
-        new = [name for key, name in unlisted.items() if self._unlisted is not None and key not in self._unlisted]
+        if self._told:
+            return
+        self._told = True
+        unlisted = self._find_unlisted()
+        new = [name for key, name in unlisted.items() if key not in self._unlisted]
         if new and self.sharded.axis.world.rank == 0:
             log.warning(
                 "parameter '%s', one of %d that were unfrozen, is in no parameter group of the optimizer: it gets "
@@ -275,6 +283,11 @@ class ShardedOptimizer:
                 len(new),
             )
         self._unlisted = frozenset(unlisted)
+
+    def _find_unlisted(self) -> dict[int, str]:
+        """Names, by id, of trained parameters in no group."""
+        trained = [s for bucket in self.sharded.trained_buckets for s in bucket.slots if s.parameter.requires_grad]
+        return {id(slot.parameter): slot.name for slot in trained if id(slot.parameter) not in self._group_of}
 
     def add_param_group(self, group: Mapping[str, Any]) -> None:
         """Optimize more parameters of the module, with settings of their own. No communication; all ranks do the same.
@@ -292,14 +305,43 @@ class ShardedOptimizer:
         self.optimizer.add_param_group(dict(group))
         self._notice_groups()
 
+    def adopt(self, settings: Mapping[str, Any] | None = None) -> Adopted:
+        """Take over parameters that were added to the module, and optimize them. Collective.
+
+        One that has taken the place of another, under its name, is in that one's group; its state starts anew.
+
+        Args:
+            settings: others form a group with these settings, and the optimizer's defaults for the rest. None: they
+                join the first group.
+
+        Raises:
+            ValueError, RuntimeError: see `drivetrain.zero.adopt`.
+        """
+        before = {slot.name: slot.parameter for bucket in self.sharded.buckets for slot in bucket.named}
+        groups = {name: self._group_of.get(id(parameter)) for name, parameter in before.items()}
+        adopted = adopt(self.sharded)
+        for parameter in adopted.left.values():
+            self._group_of.pop(id(parameter), None)
+            tensor = self._tensors.pop(id(parameter), None)
+            if tensor is not None:
+                self.optimizer.state.pop(tensor, None)
+        trainable = {id(s.parameter) for bucket in self.sharded.buckets if bucket.trainable for s in bucket.slots}
+        others = []
+        for name, parameter in adopted.joined.items():
+            index = groups[name] if name in adopted.left else None if settings is not None else 0
+            if id(parameter) in trainable and index is not None:
+                self._group_of[id(parameter)] = index
+            elif id(parameter) in trainable and name not in adopted.left:
+                others.append(parameter)
+        if others:
+            self.optimizer.add_param_group({**(settings or {}), "params": others})
+        self._take_groups()
+        self._take_buckets()
+        return adopted
+
     def _notice_groups(self) -> None:
         """Take over groups that were added to the optimizer."""
         if len(self.optimizer.param_groups) != len(self.names):
-            try:
-                self._take_groups()
-            except ValueError:
-                del self.optimizer.param_groups[len(self.names) :]
-                raise
             self._take_buckets()
 
     def _sum_over_ranks(self, values: torch.Tensor) -> None:
@@ -343,6 +385,7 @@ class ShardedOptimizer:
         self._steps += 1
         norm = self._survey() / (scale * divisor)
         sharded.reducer.agree_on_order()
+        self._tell_unlisted()
         finite = math.isfinite(norm)
         if not finite and self._skip_non_finite:
             return self._skip(norm, scale)

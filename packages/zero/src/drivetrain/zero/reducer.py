@@ -79,7 +79,8 @@ class GradientReducer:
     def __init__(
         self, buckets: Sequence[Bucket], exchange: GradientExchange, ranks: Ranks, *, overlap: bool, gathers: bool
     ) -> None:
-        self._lanes = [_Lane(bucket, _gaps(bucket)) for bucket in buckets]
+        self._lanes: list[_Lane] = []
+        self._lane_of: dict[Bucket, int] = {}
         self._exchange = exchange
         self._ranks = ranks
         self._overlap = overlap
@@ -94,6 +95,17 @@ class GradientReducer:
         self._agreed = True
         self._pending: deque[Pending] = deque()
         self._averaging: list[Waitable] = []
+        self.extend(buckets)
+
+    def extend(self, buckets: Sequence[Bucket]) -> None:
+        """Reduce these too. Outside of backward passes; `set_trained` follows."""
+        for bucket in buckets:
+            self._lane_of[bucket] = len(self._lanes)
+            self._lanes.append(_Lane(bucket, _gaps(bucket)))
+
+    def lane(self, bucket: Bucket) -> int:
+        """By which number `take` and `due` know ``bucket``."""
+        return self._lane_of[bucket]
 
     def set_trained(self) -> None:
         """Other buckets, or parameters in them, are trained from here on, on all ranks.

@@ -37,15 +37,33 @@ class Trained:
     def __init__(
         self, buckets: Sequence[Bucket], ranks: Ranks, *, gathers: bool, holds_gradients: Callable[[], bool]
     ) -> None:
-        self._buckets = tuple(buckets)
         self._ranks = ranks
         self._next = ranks.shard if gathers else ranks.reduce  # where a rank that has changed nothing will be
         self._holds_gradients = holds_gradients
         self._listeners: list[Callable[[], None]] = []
+        self.adopt(buckets)
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Go on with ``buckets``, whose flags are the same on all ranks."""
+        self._buckets = tuple(buckets)
         self._slots: list[Slot] = [slot for bucket in buckets for slot in bucket.slots]
         self._parameters = [slot.parameter for slot in self._slots]
         self._flags = self._read()
+        self._apply(held=False)
+
+    def _apply(self, *, held: bool) -> None:
+        """Go by the flags, and tell who has to know. ``held``: a rank has gradients, which are to be used first."""
         self._settled = True
+        for bucket in self._buckets:
+            wanted = bucket.trainable and any(slot.parameter.requires_grad for slot in bucket.slots)
+            if held and bucket.trained and not wanted:
+                self._settled = False
+                continue
+            bucket.trained = wanted
+            if wanted:
+                bucket.make_master()
+        for listener in self._listeners:
+            listener()
 
     def tell(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` now, and whenever other parameters are trained."""
@@ -73,17 +91,8 @@ class Trained:
         flags = self._read()
         self._refuse_packed()
         held = self._compare(flags)
-        self._flags, self._settled = flags, True
-        for bucket in self._buckets:
-            wanted = bucket.trainable and any(slot.parameter.requires_grad for slot in bucket.slots)
-            if held and bucket.trained and not wanted:
-                self._settled = False
-                continue
-            bucket.trained = wanted
-            if wanted:
-                bucket.make_master()
-        for listener in self._listeners:
-            listener()
+        self._flags = flags
+        self._apply(held=held)
 
     def _refuse_packed(self) -> None:
         for bucket in self._buckets:

@@ -70,12 +70,11 @@ class Unit:
         self.index = index
         self.name = name
         self.modules = tuple(modules)
-        self.buckets = tuple(buckets)
         self._exchange = exchange
         self._presence = presence
-        self.numel = sum(b.numel for b in buckets)
         self.resident = all(b.resident for b in buckets)
         self.live = self.resident
+        self.set_buckets(buckets)
         self.call = Call()
         self.open_calls: set[Call] = set()
         self.unseen = False
@@ -83,6 +82,11 @@ class Unit:
         self.ahead = 0
         self.pins = 0
         self._handles: list[Waitable] | None = None
+
+    def set_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Consist of these, which are resident like those before. While it is released, if it can be."""
+        self.buckets = tuple(buckets)
+        self.numel = sum(bucket.numel for bucket in buckets)
 
     @property
     def in_flight(self) -> bool:
