@@ -48,6 +48,7 @@ class Slot:
     numel: int
     whole: torch.Tensor  # [*shape], view of the full buffer
     placeholder: torch.Tensor  # [*shape], no memory behind it
+    plain: bool = True  # the parameter's class is nn.Parameter
 
     @property
     def name(self) -> str:
@@ -142,6 +143,7 @@ class Bucket:
             self._pack(parameters, ranks.everyone, values, pack)
         self.slots = self._make_slots(parameters)
         self.used = [False] * len(self.slots)
+        self._away: type[nn.Parameter] | None = None
         self.attach()
         if not resident:
             self.release()
@@ -205,7 +207,8 @@ class Bucket:
             shape, numel = named.parameter.shape, named.parameter.numel()
             whole = self.full[start : start + numel].view(shape)
             placeholder = nothing.expand(shape) if numel else whole
-            slots.append(Slot(named.parameter, named.names, shape, start, numel, whole, placeholder))
+            plain = type(named.parameter) is nn.Parameter
+            slots.append(Slot(named.parameter, named.names, shape, start, numel, whole, placeholder, plain))
         return slots
 
     @property
@@ -223,9 +226,11 @@ class Bucket:
         for index, slot in enumerate(self.slots):
             if not slot.gone and id(slot.parameter) not in names:
                 left.append(slot)
+                if slot.plain:
+                    slot.parameter.__class__ = nn.Parameter
                 slot.parameter.data = slot.placeholder
                 nobody = nn.Parameter(slot.whole if self.resident else slot.placeholder, requires_grad=False)
-                self.slots[index] = replace(slot, parameter=nobody, names=())
+                self.slots[index] = replace(slot, parameter=nobody, names=(), plain=False)
             elif not slot.gone:
                 self.slots[index] = replace(slot, names=names[id(slot.parameter)])
         return left
@@ -248,8 +253,24 @@ class Bucket:
 
     def attach(self) -> None:
         """Point the parameters at the full buffer."""
+        self._show_away(None)
         for slot in self.slots:
             slot.parameter.data = slot.whole
+
+    @property
+    def away(self) -> type[nn.Parameter] | None:
+        """The class that parameters have while they are away (see `looks`); None: their own."""
+        return self._away
+
+    @away.setter
+    def away(self, kind: type[nn.Parameter] | None) -> None:
+        self._away = kind
+        self._show_away(None if self.whole else kind)
+
+    def _show_away(self, kind: type[nn.Parameter] | None) -> None:
+        for slot in self.slots:
+            if type(slot.parameter) is not (kind or nn.Parameter) and slot.plain:
+                slot.parameter.__class__ = kind or nn.Parameter
 
     def release(self) -> None:
         """Give the full buffer's memory back; the parameters keep shape and dtype only."""
@@ -258,8 +279,10 @@ class Bucket:
 
     def detach(self) -> None:
         """Point the parameters at nothing."""
+        self._show_away(None)
         for slot in self.slots:
             slot.parameter.data = slot.placeholder
+        self._show_away(self.away)
 
     def dismiss(self) -> None:
         """Nobody needs it any more."""

@@ -104,12 +104,13 @@ class Guard:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """Find parameters that are no longer what is gathered and updated: other objects, or over other memory."""
         self._moved.require("a forward pass", PARAMETERS)
-        for parameters, name, slot, usual in self._places:
-            found = parameters.get(name)
-            if found is not slot.parameter:
-                self._refuse_change(slot, "was replaced by another object", found)
-            elif found.data_ptr() != usual and found.data_ptr() != slot.whole.data_ptr():
-                self._refuse_change(slot, "was given other memory", found)
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameters, name, slot, usual in self._places:
+                found = parameters.get(name)
+                if found is not slot.parameter:
+                    self._refuse_change(slot, "was replaced by another object", found)
+                elif found.data_ptr() != usual and found.data_ptr() != slot.whole.data_ptr():
+                    self._refuse_change(slot, "was given other memory", found)
         if self._shape.changed():
             self._refuse_added()
         self.take_edits()
@@ -117,12 +118,13 @@ class Guard:
     def edited(self) -> Iterator[Slot]:
         """What was written to in place since it was last accepted. (Writes through ``.data`` are not seen.)"""
         versions = self._versions
-        return (slot for key, slot in self._slots.items() if slot.parameter._version != versions[key])
+        with torch._C.DisableTorchFunctionSubclass():  # those that are away would be slow
+            return iter([slot for key, slot in self._slots.items() if slot.parameter._version != versions[key]])
 
     def accept(self, slots: Iterable[Slot]) -> None:
         """What was written to these is kept."""
-        for slot in slots:
-            self._versions[id(slot.parameter)] = slot.parameter._version
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions.update((id(slot.parameter), slot.parameter._version) for slot in slots)
 
     def take_edits(self) -> None:
         """Keep what a program wrote to parameters in place, or refuse it where it would be lost.

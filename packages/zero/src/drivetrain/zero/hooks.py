@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.casts import CastCopies
+from drivetrain.zero.looks import away
 from drivetrain.zero.order import Phase
 from drivetrain.zero.provenance import mark_call, mark_parameter
 from drivetrain.zero.reducer import GradientReducer
@@ -85,6 +86,12 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, entry.name, None))
 
 
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Tells storages apart; None for what has none."""
+    plain = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return int(tensor.untyped_storage()._cdata) if plain else None
+
+
 def differentiable(value: object) -> list[torch.Tensor]:
     """The tensors in ``value`` that backward will reach, in order."""
     return [t for t in tensors_in(value) if t.requires_grad] if torch.is_grad_enabled() else []
@@ -108,7 +115,8 @@ def own_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     def own(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             plain = value.layout == torch.strided and value.requires_grad
-            return value.view_as(value) if plain and value is not first else value
+            apart = plain and (value is not first or isinstance(value, nn.Parameter))
+            return value.view_as(value) if apart else value
         return tuple(own(item) for item in value) if type(value) is tuple else value
 
     return own(args), {name: own(value) for name, value in kwargs.items()}
@@ -230,6 +238,9 @@ class Hooks:
         self._reduces = reduces
         self._closes = closes
         self.suspended = False  # others bring parameters in
+        self._inside = False  # the root's forward runs
+        self._away = away(self._bring)
+        self._unit_of: dict[int, Unit] = {}  # by the id of a parameter
         self._handles: list[RemovableHandle] = []
         self._unit_handles: list[RemovableHandle] = []
         self._copies: dict[int, CastCopies] = {}  # by unit
@@ -243,6 +254,7 @@ class Hooks:
     def _install(self) -> None:
         add = self._handles.append
         add(self._root.register_forward_pre_hook(self._before_root, prepend=True))
+        add(self._root.register_forward_hook(self._leave_root, always_call=True))
         add(self._root.register_forward_hook(self._after_root, with_kwargs=True))
         self.resume()
         for unit in self._units:
@@ -279,6 +291,7 @@ class Hooks:
     def suspend(self) -> None:
         """Leave it to others to bring parameters in. Gradients and the ends of passes are seen to as before."""
         self.suspended = True
+        self._set_away(None)
         for handle in self._unit_handles:
             handle.remove()
         self._unit_handles.clear()
@@ -290,6 +303,27 @@ class Hooks:
         for unit in self._units:
             if not unit.resident:
                 self._install_unit(unit, owners)
+        self._unit_of = {
+            id(slot.parameter): unit
+            for unit in self._units
+            if not unit.resident
+            for bucket in unit.buckets
+            for slot in bucket.slots
+        }
+        self._set_away(self._away)
+
+    def _set_away(self, kind: type[nn.Parameter] | None) -> None:
+        for unit in self._units:
+            for bucket in unit.buckets if not unit.resident else ():
+                bucket.away = kind
+
+    def _bring(self, parameter: nn.Parameter) -> None:
+        """Something reads ``parameter``, which is away. Backward over what it makes comes without a sign."""
+        unit = self._unit_of.get(id(parameter))
+        if not self._inside or unit is None or inside_backward():
+            return
+        self._residency.need(unit, self._phase())
+        unit.unseen |= torch.is_grad_enabled()
 
     def enter_late(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -356,8 +390,12 @@ class Hooks:
             return
         self.backward.settle()
         self._residency.restart()
+        self._inside = True
         if torch.is_grad_enabled() and not any(unit.pins for unit in self._units):
             self._trained.refresh()
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside &= inside_backward()
 
     def _after_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if inside_backward():
@@ -391,14 +429,18 @@ class Hooks:
 
     def _unit_exit(self, unit: Unit) -> Callable[..., None]:
         copies = self._copies_of(unit)
+        memory = {memory_of(bucket.full) for bucket in unit.buckets}
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             watched = differentiable(output)
             before_backward = self._unit_watcher(unit, unit.call)
             for tensor in differentiable((output, kept_by(module))):
+                if isinstance(tensor, nn.Parameter):
+                    continue  # it would keep the hook for good
                 # An input that is handed on as it came owes nothing to the parameters.
                 if (id(tensor), tensor._version) not in unit.call.given:
                     tensor.register_hook(before_backward)
+            unit.unseen |= any(memory_of(tensor) in memory for tensor in tensors_in(output))
             if watched and not inside_backward() and not unit.pins:  # else it may be this rank's own call
                 unit.ahead += 1
                 unit.call.ahead = True
@@ -429,7 +471,8 @@ class Hooks:
             given = {id(tensor) for tensor in differentiable(args)}
             kept = (tensor for tensor in differentiable(kept_by(module)) if id(tensor) not in given)
             for tensor in (*differentiable(output), *kept):
-                tensor.register_hook(self._owner_watcher(unit))
+                if not isinstance(tensor, nn.Parameter):
+                    tensor.register_hook(self._owner_watcher(unit))
             if copies.active:
                 copies.see(module, output)
 

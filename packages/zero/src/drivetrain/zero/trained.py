@@ -71,7 +71,8 @@ class Trained:
         listener()
 
     def _read(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self._parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # those that are away would be slow
+            return [parameter.requires_grad for parameter in self._parameters]
 
     def refresh(self) -> None:
         """A training forward pass begins. Collective if something has changed.

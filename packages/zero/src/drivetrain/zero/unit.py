@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from drivetrain.comm import Waitable
@@ -95,7 +96,8 @@ class Unit:
     @property
     def trainable_count(self) -> int:
         """Parameters that a backward pass can bring a gradient for now."""
-        return sum(slot.parameter.requires_grad for b in self.buckets if b.trained for slot in b.slots)
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(slot.parameter.requires_grad for b in self.buckets if b.trained for slot in b.slots)
 
     @property
     def done(self) -> bool:
