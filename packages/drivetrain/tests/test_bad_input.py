@@ -172,9 +172,9 @@ def a_model_wrapped_for_ddp(folder: Path) -> None:
 
 @mistake(
     RuntimeError,
-    "rank 0: parameter 'head.weight' was frozen when the model was sharded and has requires_grad=True now, and it is kept "
-    "as int8 blocks only (zero_quantized_nontrainable_weights, Policy.frozen_rule), which cannot be trained. Unfreeze it "
-    "before drivetrain shards the model, or switch that off",
+    "rank 0: parameter 'head.weight' was frozen when the model was sharded and has requires_grad=True now, and it is "
+    "kept as int8 blocks only (zero_quantized_nontrainable_weights, Policy.frozen_rule), which cannot be trained. "
+    "Unfreeze it before drivetrain shards the model, or switch that off",
 )
 def unfreezing_what_is_kept_in_int8(folder: Path) -> None:
     model = Net()

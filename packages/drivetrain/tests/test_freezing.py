@@ -87,7 +87,7 @@ def resume(rank: int, world_size: int, folder: Path, stage: int) -> dict[str, bo
     return same
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path: Path, stage: int) -> None:
     """Whether what was frozen when it was saved is frozen before or after it is loaded, and at another stage."""
     for same in run_ranks(resume, RANKS, tmp_path, stage):
@@ -109,6 +109,6 @@ def compiled(rank: int, world_size: int, stage: int) -> bool:
     return all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_passes_follow(stage: int) -> None:
     assert run_ranks(compiled, RANKS, stage) == [True, True]

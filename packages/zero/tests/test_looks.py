@@ -233,11 +233,7 @@ def applied(rank: int, world_size: int, stage: int) -> list[str]:
     torch.manual_seed(8 + rank)
     with gathered(sharded, model, modifier_rank=0):
         model.apply(again)
-    return [
-        name
-        for name, value in sharded.full_parameters()
-        if not torch.equal(value, reference.get_parameter(name))
-    ]
+    return [name for name, value in sharded.full_parameters() if not torch.equal(value, reference.get_parameter(name))]
 
 
 @pytest.mark.parametrize("stage", STAGES)

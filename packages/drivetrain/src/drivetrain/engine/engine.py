@@ -580,7 +580,7 @@ class Engine:
         return gathered(self.sharded, parameters, modifier_rank=modifier_rank)
 
     def adopt(self, settings: Mapping[str, Any] | None = None) -> list[str]:
-        """Take over parameters that were added to the module, or put in the place of others, and train them. Collective.
+        """Take over and train parameters that were added to the module, or put in the place of others. Collective.
 
         For adapters, heads and resized embeddings of a module that is being trained already. Between steps, when all
         ranks have changed it alike; the next forward pass would refuse them otherwise. They start from rank 0's values,

@@ -271,6 +271,7 @@ class Schedule(ABC):
     def apply(self, step: int) -> None:
         """Set the parameter groups for optimizer step `step` (the first is 0)."""
 
+    @abstractmethod
     def require_new_groups(self) -> None:
         """Refuse parameter groups that are added later, where the schedule can't follow.
 
@@ -317,6 +318,9 @@ class FormulaSchedule(Schedule):
         self._take_groups()
         if formula.momentum(0) is not None and not any(self._moved):
             _LOG.warning("the schedule moves momentum, and the optimizer has none: only the learning rate is moved")
+
+    def require_new_groups(self) -> None:
+        """Any may come."""
 
     def _take_groups(self) -> None:
         """Start from the rates of groups that are new."""
@@ -441,8 +445,8 @@ class TorchSchedule(Schedule):
     def require_new_groups(self) -> None:
         raise ValueError(
             f"a {type(self.scheduler).__name__} of torch moves the learning rates, and knows only the parameter groups "
-            "that it was made for; add new parameters to one of these (engine.adopt() without settings does), or name a "
-            "schedule in the configuration"
+            "that it was made for; add new parameters to one of these (engine.adopt() without settings does), or name "
+            "a schedule in the configuration"
         )
 
     def _check_replay(self, step: int) -> None:

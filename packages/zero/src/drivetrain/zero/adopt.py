@@ -7,9 +7,9 @@
         model.resize_token_embeddings(50_304)           # reads the old rows, and puts new parameters in their place
     adopt(sharded)
 
-The problem: whoever changes a module knows nothing of buckets. The idea: let it, and then look at what the tree has that
-no bucket has. New parameters get buckets of their own, in the units of the blocks that they are in, as if they had been
-there from the start; all others stay where they are. Names are those of the tree as it is now, in checkpoints too.
+The problem: whoever changes a module knows nothing of buckets. The idea: let it, and then look at what the tree has
+that no bucket has. New parameters get buckets of their own, in the units of the blocks that they are in, as if they had
+been there from the start; all others stay where they are. Names are those of the tree as it is now, in checkpoints too.
 
 What has left the tree is forgotten; where it shared a bucket with others, its room stays.
 """
@@ -54,8 +54,8 @@ class Adopted:
 def adopt(sharded: ShardedModule) -> Adopted:
     """Take over what was added to the module, or put in the place of something, since it was sharded. Collective.
 
-    Between steps, when all ranks have made the same changes. New parameters start from rank 0's values. An optimizer gets
-    them by `ShardedOptimizer.adopt`, which calls this. Values of those that have left can't be read any more.
+    Between steps, when all ranks have made the same changes. New parameters start from rank 0's values. An optimizer
+    gets them by `ShardedOptimizer.adopt`, which calls this. Values of those that have left can't be read any more.
 
     Raises:
         ValueError: ranks have different modules, or a new parameter has no values (it is on the meta device, or was
@@ -96,9 +96,7 @@ def adopt(sharded: ShardedModule) -> Adopted:
             unit.set_buckets((*unit.buckets, *buckets))
         joined.update(dict.fromkeys(buckets, unit))
     sharded.adopt(_without_empty(units), joined)
-    return Adopted(
-        joined={one.name: one.parameter for one in fresh}, left={slot.name: slot.parameter for slot in left}
-    )
+    return Adopted(joined={one.name: one.parameter for one in fresh}, left={slot.name: slot.parameter for slot in left})
 
 
 def _without_empty(units: list[Unit]) -> tuple[Unit, ...]:
@@ -121,8 +119,8 @@ def _check(sharded: ShardedModule) -> None:
         raise RuntimeError(f"rank {rank}: adopt() inside a `gathered` or `resident` context; leave the context first")
     if sharded.holds_gradients or sharded.hooks.backward.active:
         raise RuntimeError(
-            f"rank {rank}: adopt() between a backward pass and the step that uses its gradients; call it after the step, "
-            "or drop them with zero_grad()"
+            f"rank {rank}: adopt() between a backward pass and the step that uses its gradients; call it after the "
+            "step, or drop them with zero_grad()"
         )
     if sharded.hooks.suspended:
         raise RuntimeError(

@@ -10,8 +10,8 @@ Invariants:
 - Autograd may have saved views of the full buffer. So the storage object is kept for good: released by resizing it
   to nothing, filled again before the views are read.
 - ``master`` covers the optimizer's region of the bucket (the rank's shard, or all of it at stage 0). Where its dtype is
-  that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they were never trained,
-  it IS that part of them, not a copy.
+  that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they were never
+  trained, it IS that part of them, not a copy.
 - Where the shard is kept quantised (``packed``), there is nothing else: ``shard`` and ``master`` are empty.
 """
 

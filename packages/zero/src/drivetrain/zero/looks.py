@@ -1,9 +1,9 @@
 """Parameters that are away, and who looks at them.
 
-The problem: hooks bring parameters in around the calls of the modules that own them. Another module's forward may read one
-too (``self.other.weight``), and would find a placeholder: NaN. The idea: a parameter that is away has a class of its own, in
-which every function of torch that has it among its arguments goes through here. One that reads elements, while the root's
-forward runs, brings it in first. A parameter that is whole is an ordinary one, so nothing costs anything then.
+The problem: hooks bring parameters in around the calls of the modules that own them. Another module's forward may read
+one too (``self.other.weight``), and would find a placeholder: NaN. The idea: a parameter that is away has a class of
+its own, in which every function of torch that has it among its arguments goes through here. One that reads elements,
+while the root's forward runs, brings it in first. A parameter that is whole is an ordinary one, and costs nothing.
 """
 
 from __future__ import annotations

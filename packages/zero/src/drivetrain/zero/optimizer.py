@@ -200,7 +200,8 @@ class ShardedOptimizer:
         half = any(bucket.master.dtype == torch.float16 for bucket in self.sharded.trained_buckets)
         if half and not self._takes_factor:
             raise ValueError(
-                f"{type(self.optimizer).__name__} would be given fp16 gradients without their loss scale, since master weights are fp16, and "
+                f"{type(self.optimizer).__name__} would be given fp16 gradients without their loss scale, since master "
+                "weights are fp16, and "
                 "small ones would be 0. Use an optimizer of drivetrain.kernels, which takes the scale off in fp32, or "
                 "keep fp32 master weights"
             )

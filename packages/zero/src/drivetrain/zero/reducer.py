@@ -114,7 +114,8 @@ class GradientReducer:
         """
         self.drain()
         for lane in self._lanes:
-            lane.expected = sum(slot.parameter.requires_grad for slot in lane.bucket.slots) if lane.bucket.trained else 0
+            slots = lane.bucket.slots if lane.bucket.trained else ()
+            lane.expected = sum(slot.parameter.requires_grad for slot in slots)
         self._active = [index for index, lane in enumerate(self._lanes) if lane.bucket.trained]
         self._rows = [index for index in self._active if self._lanes[index].bucket.row_width is not None]
         # Small parameters that stay whole lie together, from all over the model: theirs is full when the pass ends.

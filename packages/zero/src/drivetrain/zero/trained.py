@@ -1,10 +1,10 @@
 """Which parameters are trained at this moment: ``requires_grad``, as all ranks have it.
 
 The problem: programs freeze and unfreeze parameters between steps, on the parameters themselves, and nobody is told.
-What is reduced, and at stage 3 what backward gathers, follows from it, so ranks that differ would wait for each other or
-exchange the wrong data. The idea: each training forward pass compares the flags with those of the last one, which is a
-list against a list. Where something has changed, ranks compare theirs before anything else happens; where nothing has,
-nothing is sent.
+What is reduced, and at stage 3 what backward gathers, follows from it, so ranks that differ would wait for each other
+or exchange the wrong data. The idea: each training forward pass compares the flags with those of the last one, a list
+against a list. Where something has changed, ranks compare theirs before anything else happens; where nothing
+has, nothing is sent.
 
 A rank that alone has changed something meets others that go on to something else. So the comparison is made where they
 will be next, and is called by the parameter's name: what compares collectives (see ``drivetrain.comm``) says the rest.
@@ -97,7 +97,8 @@ class Trained:
 
     def _refuse_packed(self) -> None:
         for bucket in self._buckets:
-            found = None if bucket.packed is None else next((s for s in bucket.slots if s.parameter.requires_grad), None)
+            slots = () if bucket.packed is None else bucket.slots
+            found = next((slot for slot in slots if slot.parameter.requires_grad), None)
             if found is not None:
                 raise RuntimeError(
                     f"rank {self._ranks.shard.world.rank}: parameter '{found.name}' was frozen when the model was "
