@@ -223,7 +223,8 @@ def _optimization(
                 "torch.optim.Optimizer"
             )
     elif config.optimizer is not None:
-        optimizer = build_optimizer(config.optimizer, trained, sharded.module, precision.moments)
+        parameters = trained if given.parameters is not None else _optimizable(sharded)
+        optimizer = build_optimizer(config.optimizer, parameters, sharded.module, precision.moments)
     else:
         if given.lr_scheduler is not None or config.scheduler is not None:
             raise ValueError(
@@ -243,6 +244,12 @@ def _optimization(
         skip_non_finite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
     )
     return sharded_optimizer, schedule
+
+
+def _optimizable(sharded: ShardedModule) -> list[nn.Parameter]:
+    """What is trained, or may be unfrozen later."""
+    trainable = {id(s.parameter) for bucket in sharded.buckets if bucket.trainable for s in bucket.slots}
+    return [p for p in sharded.module.parameters() if id(p) in trainable]
 
 
 def _loader(config: Config, sharded: ShardedModule, micro: int, given: Given) -> TrainLoader | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.zero.access import ParameterAccess, Quantity
+from drivetrain.zero.adopt import Adopted, adopt
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
 from drivetrain.zero.build import Init, whole
 from drivetrain.zero.codec import INT4_GRADIENTS, INT8_WEIGHTS
@@ -25,6 +26,7 @@ __all__ = [
     "AUTOCAST_CLASSES",
     "INT4_GRADIENTS",
     "INT8_WEIGHTS",
+    "Adopted",
     "CompileOptions",
     "CompileReport",
     "CompiledModule",
@@ -49,6 +51,7 @@ __all__ = [
     "TensorSource",
     "TiledLinear",
     "WireRule",
+    "adopt",
     "compile_sharded",
     "gathered",
     "move_states",

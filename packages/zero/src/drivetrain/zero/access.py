@@ -52,6 +52,26 @@ class _Place:
         return self.bucket.own_piece(self.index)
 
 
+class _Places:
+    """Finds parameters, also those that were adopted since it was made."""
+
+    def __init__(self, sharded: ShardedModule) -> None:
+        self._sharded = sharded
+        self._buckets: tuple[Bucket, ...] = ()
+        self._found: dict[int, _Place] = {}
+
+    def get(self, parameter: torch.nn.Parameter) -> _Place | None:
+        """Where ``parameter`` lies; None if it is not in the module."""
+        if self._buckets is not self._sharded.buckets:
+            self._buckets = self._sharded.buckets
+            self._found = {
+                id(slot.parameter): _Place(bucket, slot, index)
+                for bucket in self._buckets
+                for index, slot in enumerate(bucket.slots)
+            }
+        return self._found.get(id(parameter))
+
+
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -66,7 +86,7 @@ def _unscaled(dtype: torch.dtype) -> torch.dtype:
 class Quantity(ABC):
     """Something that there is one of for every element of a parameter."""
 
-    def __init__(self, places: dict[int, _Place], ranks: Ranks) -> None:
+    def __init__(self, places: _Places, ranks: Ranks) -> None:
         self._places = places
         self._axis = ranks.shard
         self._everyone = ranks.everyone
@@ -184,7 +204,7 @@ class Quantity(ABC):
         self._publish(places, values)
 
     def _place(self, parameter: torch.nn.Parameter) -> _Place:
-        place = self._places.get(id(parameter))
+        place = self._places.get(parameter)
         if place is None:
             raise KeyError(
                 f"rank {self._axis.world.rank}: a parameter of shape {tuple(parameter.shape)} does not belong to this "
@@ -256,7 +276,7 @@ class Quantity(ABC):
 class Master(Quantity):
     """Parameters in the precision that the optimizer keeps them in (see `Policy.master_dtype`)."""
 
-    def __init__(self, places: dict[int, _Place], sharded: ShardedModule) -> None:
+    def __init__(self, places: _Places, sharded: ShardedModule) -> None:
         super().__init__(places, sharded.ranks)
         self._moved = sharded.moved
 
@@ -296,7 +316,7 @@ class Master(Quantity):
 class Gradient(Quantity):
     """Gradients, reduced over all ranks, between the backward pass that closes a step and the step itself."""
 
-    def __init__(self, places: dict[int, _Place], sharded: ShardedModule, optimizer: ShardedOptimizer | None) -> None:
+    def __init__(self, places: _Places, sharded: ShardedModule, optimizer: ShardedOptimizer | None) -> None:
         super().__init__(places, sharded.ranks)
         self._sharded = sharded
         self._optimizer = optimizer
@@ -336,7 +356,7 @@ class Gradient(Quantity):
 class OptimizerState(Quantity):
     """One entry of the optimizer's state that has the shape of its parameter."""
 
-    def __init__(self, places: dict[int, _Place], optimizer: ShardedOptimizer, key: str) -> None:
+    def __init__(self, places: _Places, optimizer: ShardedOptimizer, key: str) -> None:
         super().__init__(places, optimizer.sharded.ranks)
         self._optimizer = optimizer
         self._key = key
@@ -374,11 +394,7 @@ class ParameterAccess:
     """
 
     def __init__(self, sharded: ShardedModule, optimizer: ShardedOptimizer | None = None) -> None:
-        self._places = {
-            id(slot.parameter): _Place(bucket, slot, index)
-            for bucket in sharded.buckets
-            for index, slot in enumerate(bucket.slots)
-        }
+        self._places = _Places(sharded)
         self._optimizer = optimizer
         self.master: Quantity = Master(self._places, sharded)
         self.gradient: Quantity = Gradient(self._places, sharded, optimizer)

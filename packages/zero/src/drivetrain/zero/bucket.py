@@ -10,8 +10,8 @@ Invariants:
 - Autograd may have saved views of the full buffer. So the storage object is kept for good: released by resizing it
   to nothing, filled again before the views are read.
 - ``master`` covers the optimizer's region of the bucket (the rank's shard, or all of it at stage 0). Where its dtype is
-  that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they are frozen, it IS
-  that part of them, not a copy.
+  that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they were never
+  trained, it IS that part of them, not a copy.
 - Where the shard is kept quantised (``packed``), there is nothing else: ``shard`` and ``master`` are empty.
 - What of the shard, the master weights and the reduced gradients lives in a store is read and written `at_hand` only.
 """
@@ -19,9 +19,9 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Protocol
 
@@ -52,10 +52,16 @@ class Slot:
     numel: int
     whole: torch.Tensor  # [*shape], view of the full buffer
     placeholder: torch.Tensor  # [*shape], no memory behind it
+    plain: bool = True  # the parameter's class is nn.Parameter
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def gone(self) -> bool:
+        """The parameter that was here is not in the module any more."""
+        return not self.names
 
 
 class Values(Protocol):
@@ -94,8 +100,7 @@ class Bucket:
 
     Args:
         unit: the name of the unit that it is a part of, for errors.
-        parameters: the parameters, all of one dtype and all trained or all frozen. The first rank's values become the
-            values on every rank.
+        parameters: the parameters, all of one dtype. The first rank's values become the values on every rank.
         values: where their values come from instead; then no rank needs to have the whole bucket.
         formats: what they compute, are updated and travel in.
         resident: the full buffer is never released.
@@ -104,6 +109,11 @@ class Bucket:
         rows: gradients are kept and sent as rows of the one parameter, a matrix, that there is.
         pack: how the shard is kept quantised; None keeps it as it is. For frozen parameters that are released.
         homes: where its states live.
+
+    Attributes:
+        trainable: the parameters can be trained: they take gradients, and are not kept quantised.
+        trained: ranks have agreed that some of them are trained now (see `trained`), so gradients are reduced.
+        has_master: they are, or were, trained, so there is something for an optimizer to update.
     """
 
     full: torch.Tensor  # [padded_numel] dtype; without storage while released
@@ -138,7 +148,10 @@ class Bucket:
         self.dtype = formats.compute
         self.wire = formats.wire
         self.resident = resident
-        self.trainable = parameters[0].parameter.requires_grad
+        self.trainable = pack is None and formats.compute.is_floating_point
+        self.trained = self.trainable and any(p.parameter.requires_grad for p in parameters)
+        self.has_master = self.trained
+        self.master_dtype = formats.master
         self.split = splits_optimizer
         self.row_width = parameters[0].parameter.shape[1] if rows else None
         self.axis = axis
@@ -151,18 +164,17 @@ class Bucket:
         self.secondary = None
         self.packed = None
         if pack is None:
-            self._place(parameters, formats.master, ranks.everyone, values)
+            self._place(parameters, ranks.everyone, values)
         else:
             self._pack(parameters, ranks.everyone, values, pack)
         self.slots = self._make_slots(parameters)
         self.used = [False] * len(self.slots)
+        self._away: type[nn.Parameter] | None = None
         self.attach()
         if not resident:
             self.release()
 
-    def _place(
-        self, parameters: Sequence[NamedParameter], master: torch.dtype, everyone: Axis, values: Values | None
-    ) -> None:
+    def _place(self, parameters: Sequence[NamedParameter], everyone: Axis, values: Values | None) -> None:
         """Lay out the values, in the precision they came in, and keep what this rank needs of them."""
         if values is not None and not self.resident:
             region = self._read(parameters, values)
@@ -173,9 +185,8 @@ class Bucket:
             region = flat[self.region]
             self.full = flat.to(self.dtype)
             self.shard = self.full[self.own] if self.resident else self._shard_of(self.full[self.own])
-        states = self.homes.states
-        apart = states is not None and states.device != self.axis.device
-        if not (self.trainable and (master != self.dtype or apart)):
+        states, master = self.homes.states, self.master_dtype
+        if not (self.trained and self._apart):
             self.master = self.shard if self.split else self.full
         elif states is None:
             self.master = region.to(master, copy=True)
@@ -230,13 +241,55 @@ class Bucket:
             shape, numel = named.parameter.shape, named.parameter.numel()
             whole = self.full[start : start + numel].view(shape)
             placeholder = nothing.expand(shape) if numel else whole
-            slots.append(Slot(named.parameter, named.names, shape, start, numel, whole, placeholder))
+            plain = type(named.parameter) is nn.Parameter
+            slots.append(Slot(named.parameter, named.names, shape, start, numel, whole, placeholder, plain))
         return slots
+
+    @property
+    def named(self) -> list[Slot]:
+        """The slots whose parameters are in the module."""
+        return [slot for slot in self.slots if not slot.gone]
+
+    def follow(self, names: Mapping[int, tuple[str, ...]]) -> list[Slot]:
+        """The module has changed: its parameters, by id, have these ``names``.
+
+        Returns:
+            What has left it. Its room stays, as something that nobody trains.
+        """
+        left: list[Slot] = []
+        for index, slot in enumerate(self.slots):
+            if not slot.gone and id(slot.parameter) not in names:
+                left.append(slot)
+                if slot.plain:
+                    slot.parameter.__class__ = nn.Parameter
+                slot.parameter.data = slot.placeholder
+                nobody = nn.Parameter(slot.whole if self.resident else slot.placeholder, requires_grad=False)
+                self.slots[index] = replace(slot, parameter=nobody, names=(), plain=False)
+            elif not slot.gone:
+                self.slots[index] = replace(slot, names=names[id(slot.parameter)])
+        return left
 
     @property
     def numel(self) -> int:
         """Elements of the bucket, padding included."""
         return self.layout.padded_numel
+
+    def make_master(self) -> None:
+        """Have something for an optimizer to update, made of the parameters as they are, if there never was."""
+        if not self.has_master and self._apart:
+            states = self.homes.states
+            with self.shard_at_hand(changes=False):
+                if states is None:
+                    self.master = self.master.to(self.master_dtype, copy=True)
+                else:
+                    self.master = states.admit(self.master, self.master_dtype)
+        self.has_master = True
+
+    @property
+    def _apart(self) -> bool:
+        """Master weights, where there are any, are memory of their own."""
+        states = self.homes.states
+        return self.master_dtype != self.dtype or (states is not None and states.device != self.axis.device)
 
     @property
     def whole(self) -> bool:
@@ -245,8 +298,24 @@ class Bucket:
 
     def attach(self) -> None:
         """Point the parameters at the full buffer."""
+        self._show_away(None)
         for slot in self.slots:
             slot.parameter.data = slot.whole
+
+    @property
+    def away(self) -> type[nn.Parameter] | None:
+        """The class that parameters have while they are away (see `looks`); None: their own."""
+        return self._away
+
+    @away.setter
+    def away(self, kind: type[nn.Parameter] | None) -> None:
+        self._away = kind
+        self._show_away(None if self.whole else kind)
+
+    def _show_away(self, kind: type[nn.Parameter] | None) -> None:
+        for slot in self.slots:
+            if type(slot.parameter) is not (kind or nn.Parameter) and slot.plain:
+                slot.parameter.__class__ = kind or nn.Parameter
 
     def release(self) -> None:
         """Give the full buffer's memory back; the parameters keep shape and dtype only."""
@@ -255,8 +324,19 @@ class Bucket:
 
     def detach(self) -> None:
         """Point the parameters at nothing."""
+        self._show_away(None)
         for slot in self.slots:
             slot.parameter.data = slot.placeholder
+        self._show_away(self.away)
+
+    def dismiss(self) -> None:
+        """Nobody needs it any more."""
+        self.trained = False
+        self.slots.clear()
+        self.full = self.shard = self.master = self.full.new_empty(0)
+        self.packed = self.secondary = self.local = self.reduced = None
+        for home in self.homes.for_step():
+            home.forget()
 
     def drop(self) -> None:
         """Give the full buffer's memory back. The parameters must not point at it."""
@@ -316,10 +396,10 @@ class Bucket:
             yield
 
     @contextmanager
-    def shard_at_hand(self, *, anew: bool = False) -> Iterator[None]:
-        """The shard can be written; ``anew``: all of it will be."""
+    def shard_at_hand(self, *, changes: bool, anew: bool = False) -> Iterator[None]:
+        """The shard can be read, and with ``changes`` written; ``anew``: all of it will be."""
         home = self.homes.shard
-        with nullcontext() if home is None else home.at_hand(changes=True, anew=anew):
+        with nullcontext() if home is None else home.at_hand(changes=changes, anew=anew):
             yield
 
     @contextmanager
@@ -365,7 +445,7 @@ class Bucket:
         """Write the master weights into the parameters' own dtype (nothing to do where they are the same memory)."""
         self.secondary = None
         if self.own_master:
-            with self.at_hand(changes=False), self.shard_at_hand(anew=True):
+            with self.at_hand(changes=False), self.shard_at_hand(changes=True, anew=True):
                 target = self.shard if self.split else self.full
                 target.copy_(self.master)
 
@@ -384,7 +464,7 @@ class Bucket:
             self.packed.adopt(self.full[self.own])
             return
         if not self.resident:
-            with self.shard_at_hand(anew=True):
+            with self.shard_at_hand(changes=True, anew=True):
                 self.shard.copy_(self.full[self.own])
         self.adopt_published()
 
@@ -394,6 +474,8 @@ class Bucket:
         if self.packed is not None:
             self.packed.forget_arrivals()
         for slot, piece in zip(self.slots, self.own_pieces(), strict=True):
+            if slot.gone:
+                continue
             if self.packed is not None:
                 nothing = torch.empty(piece.numel, dtype=torch.float32, device="meta")
                 slices[slot.name] = PackedSlice(

@@ -173,9 +173,13 @@ class Home:
         self._changed = True
         self.put_away()
 
+    def holds(self, fields: Sequence[torch.Tensor]) -> bool:
+        """Whether these, and no others, live here."""
+        return len(fields) == len(self._fields) and all(a is b for a, b in zip(fields, self._fields, strict=True))
+
     def hold(self, fields: Sequence[torch.Tensor]) -> None:
         """As `move_in`, inside of a context, at whose end it happens."""
-        if len(fields) != len(self._fields) or any(a is not b for a, b in zip(fields, self._fields, strict=True)):
+        if not self.holds(fields):
             self._fields = list(fields)
             self._views = [view for view in self._views if view.field < len(fields)]
 
