@@ -294,6 +294,34 @@ def test_a_skipped_step_changes_nothing() -> None:
     run_ranks(skip, 2)
 
 
+def change(rank: int, world_size: int) -> None:
+    """Parameters are frozen, unfrozen and replaced between steps."""
+    mesh = Mesh.create(init())
+    for stage, dtype in ((1, torch.bfloat16), (3, torch.bfloat16), (3, None)):
+        found = []
+        for stored in (False, True):
+            sharded, optimizer, store = build(mesh, Case(stage=stage, dtype=dtype), stored)
+            module = sharded.module
+            norms = train(sharded, optimizer, rank, range(2))
+            module.blocks[0].requires_grad_(False)
+            module.blocks[1][0].requires_grad_(True)
+            norms += train(sharded, optimizer, rank, range(2, 4))
+            module.blocks[0].requires_grad_(True)
+            torch.manual_seed(9)
+            module.head = nn.Linear(WIDTH, 3)
+            optimizer.adopt()
+            norms += train(sharded, optimizer, rank, range(4, 6))
+            found.append((norms, {name: value.clone() for name, value in sharded.full_parameters()}))
+            assert not stored or store.bytes
+        assert found[0][0] == found[1][0], (stage, dtype)
+        for name, value in found[0][1].items():
+            assert torch.equal(found[1][1][name], value), (stage, dtype, name)
+
+
+def test_what_is_trained_may_change() -> None:
+    run_ranks(change, 2)
+
+
 def order(rank: int, world_size: int) -> list[tuple[Any, ...]]:
     sharded, optimizer, store = build(Mesh.create(init()), Case(stage=3, dtype=torch.bfloat16), True)
     train(sharded, optimizer, rank, range(2))
