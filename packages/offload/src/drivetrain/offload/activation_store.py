@@ -498,9 +498,9 @@ class RecordStore:
         try:
             record.writing.wait()
         except (OSError, EOFError) as error:
-            record.error = error
+            record.error = error.with_traceback(None)  # whose frames hold the graph
             if not record.dead:
-                self._fault = error
+                self._fault = record.error
                 _log.warning("an activation of %d bytes could not be written: %s", record.size, error)
         record.writing = None
         self._no_longer_held(record)
@@ -515,7 +515,7 @@ class RecordStore:
         try:
             ticket.wait()
         except (OSError, EOFError) as error:
-            record.error = error
+            record.error = error.with_traceback(None)
             self._give_buffer_back(record)
             return
         if not record.dead:
