@@ -342,6 +342,7 @@ LIMITED = """
                 if not late:
                     offload.synchronize()
                     y = y.exp()
+            offload.synchronize()
             y.sum().backward()
         except OSError as error:
             print(error.errno, error)

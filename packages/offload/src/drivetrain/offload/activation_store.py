@@ -18,7 +18,6 @@ in whatever thread, and taken care of by the next call.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import weakref
 from collections import deque
@@ -41,7 +40,6 @@ from .arena import HostArena
 
 __all__ = ["ActivationStatistics", "Budgets", "Handle", "RecordStore", "Source"]
 
-_log = logging.getLogger("drivetrain.offload")
 _BYTES: Final = torch.uint8
 
 
@@ -172,7 +170,7 @@ class RecordStore:
         self._tier_bytes = 0
         self._leaving = 0
         self._counts = _Counts()
-        self._fault: Exception | None = None
+        self._failed: _Record | None = None
         self._next = 0
         self._closed = False
 
@@ -184,9 +182,9 @@ class RecordStore:
         Raises the failure of an earlier write, whose record is lost.
         """
         with self._locked():
-            if self._fault is not None:
-                fault, self._fault = self._fault, None
-                raise _lost(fault)
+            failed, self._failed = self._failed, None
+            if failed is not None and failed.error is not None and not failed.dead:
+                raise _lost(failed.error)
             self._counts.add("saved")
             number = self._numbers.get(source.key)
             handle = None if number is None else self._records[number].handle()
@@ -396,7 +394,7 @@ class RecordStore:
             self._wait(record.reading)
             self._poll_record(record)
         if record.error is not None:
-            self._fault = None
+            self._failed = None
             raise _lost(record.error)
         flat = record.flat
         assert flat is not None
@@ -498,10 +496,9 @@ class RecordStore:
         try:
             record.writing.wait()
         except (OSError, EOFError) as error:
-            record.error = error.with_traceback(None)  # whose frames hold the graph
-            if not record.dead:
-                self._fault = record.error
-                _log.warning("an activation of %d bytes could not be written: %s", record.size, error)
+            record.error = _bare(error)
+            if not record.dead and self._failed is None:
+                self._failed = record
         record.writing = None
         self._no_longer_held(record)
         if record.link.same:
@@ -515,7 +512,7 @@ class RecordStore:
         try:
             ticket.wait()
         except (OSError, EOFError) as error:
-            record.error = error.with_traceback(None)
+            record.error = _bare(error)
             self._give_buffer_back(record)
             return
         if not record.dead:
@@ -593,6 +590,12 @@ class RecordStore:
         change = (record.size if buffer is not None else 0) - (record.size if record.buffer is not None else 0)
         record.buffer = buffer
         self._counts.level("host", change)
+
+
+def _bare(error: Exception) -> Exception:
+    """Without the frames that it passed, and what was being handled then: those hold the graph."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _lost(error: Exception) -> Exception:
