@@ -894,7 +894,7 @@ def cells() -> list[object]:
 def problems(request: pytest.FixtureRequest) -> list[dict[tuple[str, int], str]]:
     chosen: dict[str, list[int]] = {}
     for item in request.session.items:
-        if "problems" in getattr(item, "fixturenames", ()):
+        if item.path == request.path and "problems" in getattr(item, "fixturenames", ()):
             cell = item.callspec.params  # type: ignore[attr-defined]
             chosen.setdefault(cell["name"], []).append(cell["stage"])
     return run_ranks(play_all, 2, chosen, timeout=110)
