@@ -172,20 +172,23 @@ def a_model_wrapped_for_ddp(folder: Path) -> None:
 
 @mistake(
     RuntimeError,
-    "parameter 'head.weight' was frozen when the model was sharded and has requires_grad=True now; it has no gradient "
-    "and optimizer shards. Unfreeze it before drivetrain shards the model.",
+    "rank 0: parameter 'head.weight' was frozen when the model was sharded and has requires_grad=True now, and it is "
+    "kept as int8 blocks only (zero_quantized_nontrainable_weights, Policy.frozen_rule), which cannot be trained. "
+    "Unfreeze it before drivetrain shards the model, or switch that off",
 )
-def unfreezing_after_sharding(folder: Path) -> None:
+def unfreezing_what_is_kept_in_int8(folder: Path) -> None:
     model = Net()
     model.head.weight.requires_grad_(False)
-    engine = engine_of(model)
+    zero = {"stage": 3, "zero_quantized_nontrainable_weights": True, "stage3_param_persistence_threshold": 0}
+    engine = engine_of(model, zero_optimization=zero)
     model.head.weight.requires_grad_(True)
     engine(X, Y)
 
 
 CHANGED = (
     " after the model was sharded, and no step would update it. Do what replaces parameters (module.to, .half, .cuda, "
-    "tying, an assignment to .data) before drivetrain shards the model; change values in place, under torch.no_grad."
+    "tying, an assignment to .data) before drivetrain shards the model; change values in place, under torch.no_grad. A "
+    "new parameter in the place of an old one is taken over by engine.adopt() (drivetrain.zero.adopt)."
 )
 
 

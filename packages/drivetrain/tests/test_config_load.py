@@ -289,7 +289,7 @@ NO_EFFECT: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"aio": {"block_size": 262144, "thread_count": 4}},
-        "aio: has no effect: It tunes NVMe offload, which this version does not have.",
+        "aio.thread_count: has no effect: Nothing reads it upstream either; see intra_op_parallelism.",
     ),
     (
         {"sparse_attention": {"mode": "bigbird"}},

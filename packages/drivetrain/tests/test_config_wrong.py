@@ -545,25 +545,18 @@ CASES = [
         'write the value in place of "auto", or give it to the loader: hints={"scheduler.params.T_max": ...}',
     ),
     Case(
-        "optimizer offload",
-        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        'zero_optimization.offload_optimizer.device = "cpu"',
-        "this version of Drivetrain does not support optimizer offload yet",
-        'remove "offload_optimizer", or set "device" to "none"; meanwhile, use more ranks at stage 1 to 3',
+        "offload without a folder",
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "zero_optimization.offload_param.nvme_path",
+        'device "nvme" needs a folder on the disk, and there is none',
+        'write "nvme_path": "/path/on/the/disk"',
     ),
     Case(
-        "parameter offload",
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/n"}}},
-        'zero_optimization.offload_param.device = "nvme"',
-        "this version of Drivetrain does not support parameter offload yet",
-        'remove "offload_param", or set "device" to "none"; meanwhile, train at stage 3 on more ranks',
-    ),
-    Case(
-        "offload in the old spelling",
-        {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+        "offload in the old spelling where nothing is split",
+        {"zero_optimization": {"stage": 0, "cpu_offload": True}},
         "zero_optimization.cpu_offload = true",
-        "this version of Drivetrain does not support optimizer offload yet",
-        'remove "cpu_offload"; meanwhile, use more ranks at stage 1 to 3',
+        "a shard of the states is what moves out, and ZeRO stage 0 has none",
+        'use "stage": 1 or above',
     ),
     Case(
         "frozen weights in int8 where they are whole",
@@ -723,7 +716,7 @@ FILE = """\
   "zero_optimization": {
     "stage": 3,
     "stage3_prefetch_bucket_size": -1,
-    "offload_optimizer": {"device": "cpu"},
+    "offload_optimizer": {"device": "nvme"},
     "allgather_bucket_size": 5
   },
   "gradient_allreduce_op": "sum",
@@ -752,9 +745,9 @@ FILE_PROBLEMS = """\
       to fix it: add "cycle_max_lr": Highest learning rate of the cycle
   {name}:13: zero_optimization.stage3_prefetch_bucket_size = -1
       must be at least 0
-  {name}:14: zero_optimization.offload_optimizer.device = "cpu"
-      this version of Drivetrain does not support optimizer offload yet
-      to fix it: remove "offload_optimizer", or set "device" to "none"; meanwhile, use more ranks at stage 1 to 3
+  {name}:14: zero_optimization.offload_optimizer.nvme_path
+      device "nvme" needs a folder on the disk, and there is none
+      to fix it: write "nvme_path": "/path/on/the/disk"
   {name}:15: zero_optimization.allgather_bucket_size = 5
       the number of elements must be even, since shards are aligned to 2
       to fix it: use 6

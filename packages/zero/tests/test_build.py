@@ -294,7 +294,7 @@ def _dtypes(rank: int, world_size: int) -> None:
         same(sharded, values)
         computes = policy.param_dtype or dtype
         assert {bucket.dtype for bucket in sharded.buckets} == {computes}
-        assert all(b.master.dtype != computes for b in sharded.trainable_buckets)
+        assert all(b.master.dtype != computes for b in sharded.trained_buckets)
     with pytest.raises(ValueError, match="dtype must be a floating-point dtype, got"):
         Init(mesh, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"dtype is torch.float16 and policy.param_dtype torch.bfloat16; leave one"):

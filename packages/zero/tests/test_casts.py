@@ -161,7 +161,7 @@ def watch(mesh: Mesh, rank: int, make: Callable[[], nn.Module], *, autocast: boo
             del loss
         gradients = {
             slot.name: bucket.reduced[piece.shard_offset : piece.shard_offset + piece.numel].clone()
-            for bucket in sharded.trainable_buckets
+            for bucket in sharded.trained_buckets
             for slot, piece in zip(bucket.slots, bucket.region_pieces(), strict=True)
             if bucket.reduced is not None
         }

@@ -894,7 +894,7 @@ def cells() -> list[object]:
 def problems(request: pytest.FixtureRequest) -> list[dict[tuple[str, int], str]]:
     chosen: dict[str, list[int]] = {}
     for item in request.session.items:
-        if "problems" in getattr(item, "fixturenames", ()):
+        if item.path == request.path and "problems" in getattr(item, "fixturenames", ()):
             cell = item.callspec.params  # type: ignore[attr-defined]
             chosen.setdefault(cell["name"], []).append(cell["stage"])
     return run_ranks(play_all, 2, chosen, timeout=110)
@@ -912,17 +912,11 @@ def test_equals_plain_torch(problems: list[dict[tuple[str, int], str]], name: st
 def refuse_all(rank: int, world_size: int) -> dict[str, str]:
     mesh, found = Mesh.create(init()), {}
     for stage in range(4):
-        for name, provoke in (("unfrozen", unfreeze), ("stale", go_back_after_a_step)):
-            try:
-                provoke(ShardedRun(Tower() if name == "stale" else Frozen(), rank, mesh, Policy(stage=stage)))
-            except RuntimeError as error:
-                found[f"{name} {stage}"] = str(error)
+        try:
+            go_back_after_a_step(ShardedRun(Tower(), rank, mesh, Policy(stage=stage)))
+        except RuntimeError as error:
+            found[f"stale {stage}"] = str(error)
     return found
-
-
-def unfreeze(run: Run) -> None:
-    run.model.tower.blocks[2].requires_grad_(True)
-    loss_of(run.model, inputs(0, 0))
 
 
 def go_back_after_a_step(run: Run) -> None:
@@ -936,7 +930,6 @@ def go_back_after_a_step(run: Run) -> None:
 def test_what_would_go_wrong_without_a_word_is_refused() -> None:
     for found in run_ranks(refuse_all, 2):
         for stage in range(4):
-            assert "parameter 'tower.blocks.2.gain' was frozen when the model was sharded" in found[f"unfrozen {stage}"]
             assert "modified by an inplace operation" in found[f"stale {stage}"]
 
 

@@ -350,7 +350,7 @@ def test_what_an_optimizer_writes_into_its_groups_is_kept_and_written_once(kind:
     """In steps that go bucket by bucket too."""
     model, oracle = Net(), Net()
     sharded = shard(model, Mesh.create(init()), Policy(stage=stage, bucket_numel=50))
-    assert len(sharded.trainable_buckets) > 3
+    assert len(sharded.trained_buckets) > 3
     optimizer = ShardedOptimizer(sharded, kind(model.parameters()))
     train(model, optimizer, range(3))
     plain = kind(oracle.parameters())

@@ -108,6 +108,8 @@ def _load(name: str, file: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {name} from {file}")
     module = importlib.util.module_from_spec(spec)
+    for end in (index for index, letter in enumerate(name) if letter == "."):
+        sys.modules.setdefault(name[:end], ModuleType(name[:end]))  # pickle imports them on its way to the module
     sys.modules[name] = module
     exec(_with_told_assertions(file), module.__dict__)
     return module

@@ -26,6 +26,7 @@ from drivetrain.engine.monitor import EventCsvSink, PhaseTimers, SinkGroup
 from drivetrain.engine.observe import Observer
 from drivetrain.engine.optimizers import Parameters, build_optimizer, check_moments
 from drivetrain.engine.precision import DTYPES, Precision
+from drivetrain.engine.tiers import make_stores, sub_group_numel
 from drivetrain.kernels import SharedMemoryGroup
 from drivetrain.zero import (
     INT4_GRADIENTS,
@@ -35,6 +36,7 @@ from drivetrain.zero import (
     Policy,
     ShardedModule,
     ShardedOptimizer,
+    TensorSource,
     shard,
 )
 
@@ -53,6 +55,7 @@ class Given:
     parameters: Parameters | None = None
     training_data: Dataset[Any] | None = None
     collate_fn: Collate | None = None
+    weights: TensorSource | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,8 @@ def assemble(
     _seed(config, mesh)
     _cast_buffers(model, config)
     precision = Precision.of(config, mesh.device)
-    sharded = shard(model, mesh, zero_policy(config, mesh, precision))
+    stores = make_stores(config, mesh, precision)
+    sharded = shard(model, mesh, zero_policy(config, mesh, precision), values=given.weights, stores=stores)
     optimizer, schedule = _optimization(config, sharded, given, precision)
     loader = _loader(config, sharded, batch.micro, given)
     observer = _observer(config, mesh)
@@ -156,7 +160,7 @@ def zero_policy(config: Config, mesh: Mesh, precision: Precision) -> Policy:
         predivide_factor=predivide,
         persistence_numel=zero.param_persistence_threshold,
         persistence_total_numel=zero.model_persistence_threshold,
-        bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
+        bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size, *sub_group_numel(config, mesh)),
         prefetch_numel=zero.prefetch_bucket_size,
         max_reuse_numel=zero.max_reuse_distance,
         max_live_numel=zero.max_live_parameters,
@@ -219,7 +223,8 @@ def _optimization(
                 "torch.optim.Optimizer"
             )
     elif config.optimizer is not None:
-        optimizer = build_optimizer(config.optimizer, trained, sharded.module, precision.moments)
+        parameters = trained if given.parameters is not None else _optimizable(sharded)
+        optimizer = build_optimizer(config.optimizer, parameters, sharded.module, precision.moments)
     else:
         if given.lr_scheduler is not None or config.scheduler is not None:
             raise ValueError(
@@ -239,6 +244,12 @@ def _optimization(
         skip_non_finite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
     )
     return sharded_optimizer, schedule
+
+
+def _optimizable(sharded: ShardedModule) -> list[nn.Parameter]:
+    """What is trained, or may be unfrozen later."""
+    trainable = {id(s.parameter) for bucket in sharded.buckets if bucket.trainable for s in bucket.slots}
+    return [p for p in sharded.module.parameters() if id(p) in trainable]
 
 
 def _loader(config: Config, sharded: ShardedModule, micro: int, given: Given) -> TrainLoader | None:

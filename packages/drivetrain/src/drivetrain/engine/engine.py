@@ -42,6 +42,8 @@ from drivetrain.zero import (
     ShardedOptimizer,
     StateKind,
     Synchronous,
+    TensorSource,
+    adopt,
     compile_sharded,
     gathered,
     resident,
@@ -57,6 +59,7 @@ def initialize(
     model_parameters: Parameters | None = None,
     training_data: Dataset[Any] | None = None,
     collate_fn: Collate | None = None,
+    weights: TensorSource | None = None,
     mesh: Mesh | None = None,
 ) -> Engine:
     """Make an engine that trains ``model`` as ``config`` says. Collective: every rank calls it.
@@ -72,6 +75,8 @@ def initialize(
             default.
         training_data: a data set; the engine's ``train_loader`` splits it over the ranks.
         collate_fn: makes a micro-batch from a list of samples.
+        weights: where parameters and persistent buffers are read from by name, each rank its own slices, straight into
+            shards: `SafetensorsSource`, for one. The model may then be on the meta device, and larger than any rank.
         mesh: the ranks; by default all of them, along the axis ``shard``.
 
     Raises:
@@ -89,6 +94,7 @@ def initialize(
         parameters=model_parameters,
         training_data=training_data,
         collate_fn=collate_fn,
+        weights=weights,
     )
     return Engine(assemble(model, config, given, mesh))
 
@@ -578,6 +584,45 @@ class Engine:
         """
         return gathered(self.sharded, parameters, modifier_rank=modifier_rank)
 
+    def adopt(self, settings: Mapping[str, Any] | None = None) -> list[str]:
+        """Take over and train parameters that were added to the module, or put in the place of others. Collective.
+
+        For adapters, heads and resized embeddings of a module that is being trained already. Between steps, when all
+        ranks have changed it alike; the next forward pass would refuse them otherwise. They start from rank 0's values,
+        and are sharded, saved and exported as if they had been there from the start.
+
+        Args:
+            settings: the new parameters form a group of the optimizer with these settings. None: they join its first
+                group. Those that took the place of others, under their names, are in the group of these.
+
+        Returns:
+            The names of the new parameters.
+
+        Raises:
+            ValueError: ranks have different modules, or a new parameter has no values; or a group that a scheduler of
+                torch does not know.
+            RuntimeError: between backward and step, inside `gathered`, or with compile.deepcompile.
+        """
+        if self.optimizer is None:
+            return list(adopt(self.sharded).joined)
+        if settings is not None and self.schedule is not None:
+            self.schedule.require_new_groups()
+        return list(self.optimizer.adopt(settings).joined)
+
+    def add_param_group(self, group: Mapping[str, Any]) -> None:
+        """Optimize more parameters of the module: ``params``, with settings of their own. All ranks do the same.
+
+        A schedule that the configuration names moves the group's learning rate as those of the others, from where it
+        starts.
+
+        Raises:
+            ValueError: a parameter is not the module's, or in a group already; or a scheduler of torch is in charge.
+            RuntimeError: there is no optimizer.
+        """
+        if self.schedule is not None:
+            self.schedule.require_new_groups()
+        self._need_optimizer().add_param_group(group)
+
     def _mean(self, value: torch.Tensor) -> torch.Tensor:
         total = value.reshape(1).clone()
         all_reduce(total, self.sharded.ranks.everyone, op="mean", purpose="mean of the loss").wait()
@@ -716,13 +761,20 @@ class Engine:
             self.observer.sinks.rewind(self.counters.global_steps)
         return loaded
 
-    def export(self, directory: str | Path, *, options: ExportOptions | None = None) -> Exported:
+    def export(
+        self, directory: str | Path, *, options: ExportOptions | None = None, trainable_only: bool = False
+    ) -> Exported:
         """Write the whole weights as safetensors that ``transformers`` loads. Collective; rank 0 writes.
 
         Weights are written in the dtype that the model computes in unless ``options.dtype`` says otherwise. A module
         with a ``config`` of its own (as models of transformers have) gets its ``config.json``.
+
+        Args:
+            directory: where to.
+            options: see `ExportOptions`.
+            trainable_only: only parameters that require gradients, such as adapters; no buffers.
         """
-        return self._persistence.export(directory, options)
+        return self._persistence.export(directory, options, trainable_only=trainable_only)
 
     def offload_states(
         self,
@@ -756,5 +808,7 @@ class Engine:
         self._phases.reload(non_blocking=non_blocking)
 
     def close(self) -> None:
-        """Close the files that metrics go to."""
+        """Close the files that metrics go to, and give back what states were offloaded to. It cannot train further."""
         self.observer.sinks.close()
+        for store in self.sharded.stores.all():
+            store.close()

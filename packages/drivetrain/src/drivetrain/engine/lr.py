@@ -271,6 +271,14 @@ class Schedule(ABC):
     def apply(self, step: int) -> None:
         """Set the parameter groups for optimizer step `step` (the first is 0)."""
 
+    @abstractmethod
+    def require_new_groups(self) -> None:
+        """Refuse parameter groups that are added later, where the schedule can't follow.
+
+        Raises:
+            ValueError: it can't.
+        """
+
     def lrs(self) -> list[float]:
         """The learning rates now in the parameter groups."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -303,15 +311,26 @@ class FormulaSchedule(Schedule):
     def __init__(self, formula: Formula, optimizer: torch.optim.Optimizer) -> None:
         self.formula = formula
         self.optimizer = optimizer
-        self.base_lrs = tuple(float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
+        self.base_lrs: tuple[float, ...] = ()
         self.step = -1
         """The last step applied; -1 before the first."""
-        moves = formula.momentum(0) is not None
-        self._moved = tuple(moves and _has_momentum(group) for group in optimizer.param_groups)
-        if moves and not any(self._moved):
+        self._moved: tuple[bool, ...] = ()
+        self._take_groups()
+        if formula.momentum(0) is not None and not any(self._moved):
             _LOG.warning("the schedule moves momentum, and the optimizer has none: only the learning rate is moved")
 
+    def require_new_groups(self) -> None:
+        """Any may come."""
+
+    def _take_groups(self) -> None:
+        """Start from the rates of groups that are new."""
+        new = self.optimizer.param_groups[len(self.base_lrs) :]
+        moves = self.formula.momentum(0) is not None
+        self.base_lrs += tuple(float(group.get("initial_lr", group["lr"])) for group in new)
+        self._moved += tuple(moves and _has_momentum(group) for group in new)
+
     def apply(self, step: int) -> None:
+        self._take_groups()
         momentum = self.formula.momentum(step)
         for group, base, moved in zip(self.optimizer.param_groups, self.base_lrs, self._moved, strict=True):
             _set_lr(group, self.formula.lr(step, base))
@@ -322,9 +341,11 @@ class FormulaSchedule(Schedule):
         self.step = step
 
     def state_dict(self) -> dict[str, Any]:
+        self._take_groups()
         return {"kind": type(self.formula).__name__, "step": self.step, "base_lrs": list(self.base_lrs)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._take_groups()
         _check_state(state, type(self.formula).__name__, len(self.base_lrs))
         if tuple(state["base_lrs"]) != self.base_lrs:
             _LOG.warning(
@@ -420,6 +441,13 @@ class TorchSchedule(Schedule):
         self.step = state["step"]
         self._set = self._settings()
         self._follow()
+
+    def require_new_groups(self) -> None:
+        raise ValueError(
+            f"a {type(self.scheduler).__name__} of torch moves the learning rates, and knows only the parameter groups "
+            "that it was made for; add new parameters to one of these (engine.adopt() without settings does), or name "
+            "a schedule in the configuration"
+        )
 
     def _check_replay(self, step: int) -> None:
         if self.metric is not None:

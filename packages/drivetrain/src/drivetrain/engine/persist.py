@@ -110,7 +110,7 @@ class Persistence:
         self.sharded.zero_grad()
         if optimizer is not None:
             prepare_optimizer(optimizer, stored)
-            tensors.update(optimizer_tensors(optimizer, "load"))
+            tensors = {**model_tensors(self.sharded), **optimizer_tensors(optimizer, "load")}
         options = only_model if optimizer is None else replace(only_model, prefixes=())
         loaded = load(directory, stored.manifest.tag, tensors=tensors, axis=self._axis, options=options)
         self.sharded.refresh_parameters()
@@ -132,11 +132,15 @@ class Persistence:
         except ValueError as error:
             raise CheckpointError(f"{stored.path} does not fit this run: {error} (see LoadParts)") from error
 
-    def export(self, directory: str | Path, options: ExportOptions | None) -> Exported:
-        """Write the whole weights."""
+    def export(self, directory: str | Path, options: ExportOptions | None, *, trainable_only: bool) -> Exported:
+        """Write the whole weights, or those that are trained."""
         if options is None:
             options = ExportOptions(dtype=self.sharded.policy.param_dtype, config=_model_config(self.sharded.module))
         tensors = model_tensors(self.sharded)
+        if trainable_only:
+            slots = (slot for bucket in self.sharded.buckets for slot in bucket.named)
+            trained = {MODEL + slot.name for slot in slots if slot.parameter.requires_grad}
+            tensors = {name: part for name, part in tensors.items() if name in trained}
         return export_tensors(tensors, directory, axis=self._axis, aliases=self._aliases(), options=options)
 
     def _aliases(self) -> dict[str, str]:

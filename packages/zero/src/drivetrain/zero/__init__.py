@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.zero.access import ParameterAccess, Quantity
+from drivetrain.zero.adopt import Adopted, adopt
 from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
 from drivetrain.zero.build import Init, whole
 from drivetrain.zero.codec import INT4_GRADIENTS, INT8_WEIGHTS
@@ -16,6 +17,7 @@ from drivetrain.zero.parking import StateKind
 from drivetrain.zero.policy import ErrorFeedback, Policy
 from drivetrain.zero.precision import LossScalePolicy, LossScaler
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.store import ShardStore, Stores
 from drivetrain.zero.tiled import TiledLinear
 from drivetrain.zero.values import TensorSource
 from drivetrain.zero.wire import AUTOCAST_CLASSES, WireRule
@@ -24,6 +26,7 @@ __all__ = [
     "AUTOCAST_CLASSES",
     "INT4_GRADIENTS",
     "INT8_WEIGHTS",
+    "Adopted",
     "CompileOptions",
     "CompileReport",
     "CompiledModule",
@@ -38,14 +41,17 @@ __all__ = [
     "ParameterAccess",
     "Policy",
     "Quantity",
+    "ShardStore",
     "ShardedModule",
     "ShardedOptimizer",
     "StateKind",
     "StepResult",
+    "Stores",
     "Synchronous",
     "TensorSource",
     "TiledLinear",
     "WireRule",
+    "adopt",
     "compile_sharded",
     "gathered",
     "move_states",

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -51,6 +52,26 @@ class _Place:
         return self.bucket.own_piece(self.index)
 
 
+class _Places:
+    """Finds parameters, also those that were adopted since it was made."""
+
+    def __init__(self, sharded: ShardedModule) -> None:
+        self._sharded = sharded
+        self._buckets: tuple[Bucket, ...] = ()
+        self._found: dict[int, _Place] = {}
+
+    def get(self, parameter: torch.nn.Parameter) -> _Place | None:
+        """Where ``parameter`` lies; None if it is not in the module."""
+        if self._buckets is not self._sharded.buckets:
+            self._buckets = self._sharded.buckets
+            self._found = {
+                id(slot.parameter): _Place(bucket, slot, index)
+                for bucket in self._buckets
+                for index, slot in enumerate(bucket.slots)
+            }
+        return self._found.get(id(parameter))
+
+
 _DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -65,7 +86,7 @@ def _unscaled(dtype: torch.dtype) -> torch.dtype:
 class Quantity(ABC):
     """Something that there is one of for every element of a parameter."""
 
-    def __init__(self, places: dict[int, _Place], ranks: Ranks) -> None:
+    def __init__(self, places: _Places, ranks: Ranks) -> None:
         self._places = places
         self._axis = ranks.shard
         self._everyone = ranks.everyone
@@ -74,8 +95,12 @@ class Quantity(ABC):
     def _region(self, place: _Place) -> torch.Tensor | None:
         """All of it that this rank has of one parameter: 1-D, the memory itself; None where there is none.
 
-        A copy where it is kept in another form, see `_write`.
+        A copy where it is kept in another form, see `_write`. Its elements are there while it is `_at_hand`.
         """
+
+    @abstractmethod
+    def _at_hand(self, place: _Place, *, changes: bool) -> AbstractContextManager[None]:
+        """What lives in a store can be read in this context, and with ``changes`` written."""
 
     def _present(self, place: _Place) -> bool:
         """Whether this rank knows that there is some of it."""
@@ -101,8 +126,9 @@ class Quantity(ABC):
         place = self._place(parameter)
         if place.own.numel == 0:
             return torch.empty(0, device=self._axis.device)
-        own = self._own(place)
-        return None if own is None else self._shown(own)
+        with self._at_hand(place, changes=False):
+            own = self._own(place)
+            return None if own is None else self._shown(own)
 
     def set_local(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Overwrite this rank's slice of ``parameter`` with ``value``: 1-D, as long as `local` returns it.
@@ -118,11 +144,12 @@ class Quantity(ABC):
             )
         if place.own.numel == 0:
             return
-        own = self._own(place)
-        if own is None:
-            raise self._absent(place)
-        self._write(place, own, value)
-        self._publish([place], None)
+        with self._at_hand(place, changes=True):
+            own = self._own(place)
+            if own is None:
+                raise self._absent(place)
+            self._write(place, own, value)
+            self._publish([place], None)
 
     def full(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """A copy of the whole, in the shape of ``parameter``. Collective. None where no rank has it."""
@@ -140,9 +167,9 @@ class Quantity(ABC):
             if place.bucket.split:
                 split.setdefault(dtype, []).append(index)
             else:
-                region = self._region(place)
                 whole = torch.zeros(place.slot.numel, dtype=dtype, device=self._axis.device)
-                found[index] = self._shown(whole if region is None else region).view(place.slot.shape)
+                self._copy_region(place, whole)
+                found[index] = self._shown(whole).view(place.slot.shape)
         for dtype, indices in split.items():
             for index, whole in zip(indices, self._gather([places[i] for i in indices], dtype), strict=True):
                 found[index] = whole
@@ -169,14 +196,15 @@ class Quantity(ABC):
                 raise self._absent(place)
         require_same({place.slot.name: value for place, value in zip(places, values, strict=True)}, self._everyone)
         for place, value in zip(places, values, strict=True):
-            region = self._region(place)
-            if region is not None:
-                piece = place.bucket.region_piece(place.index)
-                self._write(place, region, value.reshape(-1)[piece.start : piece.start + piece.numel])
+            with self._at_hand(place, changes=True):
+                region = self._region(place)
+                if region is not None:
+                    piece = place.bucket.region_piece(place.index)
+                    self._write(place, region, value.reshape(-1)[piece.start : piece.start + piece.numel])
         self._publish(places, values)
 
     def _place(self, parameter: torch.nn.Parameter) -> _Place:
-        place = self._places.get(id(parameter))
+        place = self._places.get(parameter)
         if place is None:
             raise KeyError(
                 f"rank {self._axis.world.rank}: a parameter of shape {tuple(parameter.shape)} does not belong to this "
@@ -231,19 +259,24 @@ class Quantity(ABC):
         ends = list(accumulate(place.slot.numel for place in places))
         flat = torch.zeros(ends[-1], dtype=dtype, device=self._axis.device)
         for place, end in zip(places, ends, strict=True):
-            region = self._region(place)
-            if region is not None:
-                start = end - place.slot.numel + place.bucket.region_piece(place.index).start
-                flat[start : start + region.numel()].copy_(region)
+            self._copy_region(place, flat[end - place.slot.numel : end])
         all_reduce(flat.view(torch.uint8), self._axis, op="max", purpose=self._told(places)).wait()
         wholes = (flat[end - place.slot.numel : end] for place, end in zip(places, ends, strict=True))
         return [self._shown(whole).view(place.slot.shape) for whole, place in zip(wholes, places, strict=True)]
+
+    def _copy_region(self, place: _Place, whole: torch.Tensor) -> None:
+        """Copy what this rank has to its place in the flat ``whole``."""
+        with self._at_hand(place, changes=False):
+            region = self._region(place)
+            if region is not None:
+                start = place.bucket.region_piece(place.index).start
+                whole[start : start + region.numel()].copy_(region)
 
 
 class Master(Quantity):
     """Parameters in the precision that the optimizer keeps them in (see `Policy.master_dtype`)."""
 
-    def __init__(self, places: dict[int, _Place], sharded: ShardedModule) -> None:
+    def __init__(self, places: _Places, sharded: ShardedModule) -> None:
         super().__init__(places, sharded.ranks)
         self._moved = sharded.moved
 
@@ -256,6 +289,9 @@ class Master(Quantity):
         if place.bucket.packed is not None:
             return place.bucket.packed.read(piece.shard_offset, piece.numel)
         return place.bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
+
+    def _at_hand(self, place: _Place, *, changes: bool) -> AbstractContextManager[None]:
+        return place.bucket.at_hand(changes=changes, linger=True)
 
     def _present(self, place: _Place) -> bool:
         return True
@@ -280,7 +316,7 @@ class Master(Quantity):
 class Gradient(Quantity):
     """Gradients, reduced over all ranks, between the backward pass that closes a step and the step itself."""
 
-    def __init__(self, places: dict[int, _Place], sharded: ShardedModule, optimizer: ShardedOptimizer | None) -> None:
+    def __init__(self, places: _Places, sharded: ShardedModule, optimizer: ShardedOptimizer | None) -> None:
         super().__init__(places, sharded.ranks)
         self._sharded = sharded
         self._optimizer = optimizer
@@ -294,10 +330,17 @@ class Gradient(Quantity):
     def _present(self, place: _Place) -> bool:
         return super()._present(place) and place.bucket.used[place.index]
 
-    def _region(self, place: _Place) -> torch.Tensor | None:
+    def _at_hand(self, place: _Place, *, changes: bool) -> AbstractContextManager[None]:
+        self._settle()
+        return place.bucket.gradients_at_hand(changes=changes)
+
+    def _settle(self) -> None:
         self._sharded.moved.require("access to gradients", GRADIENTS)
         self._sharded.hooks.backward.settle()
         self._sharded.reducer.drain()
+
+    def _region(self, place: _Place) -> torch.Tensor | None:
+        self._settle()
         bucket = place.bucket
         if bucket.local is not None:
             raise RuntimeError(
@@ -313,13 +356,16 @@ class Gradient(Quantity):
 class OptimizerState(Quantity):
     """One entry of the optimizer's state that has the shape of its parameter."""
 
-    def __init__(self, places: dict[int, _Place], optimizer: ShardedOptimizer, key: str) -> None:
+    def __init__(self, places: _Places, optimizer: ShardedOptimizer, key: str) -> None:
         super().__init__(places, optimizer.sharded.ranks)
         self._optimizer = optimizer
         self._key = key
 
     def __str__(self) -> str:
         return f"optimizer state '{self._key}'"
+
+    def _at_hand(self, place: _Place, *, changes: bool) -> AbstractContextManager[None]:
+        return place.bucket.at_hand(changes=changes, linger=True)
 
     def _region(self, place: _Place) -> torch.Tensor | None:
         self._optimizer.sharded.moved.require("access to optimizer state", OPTIMIZER_STATE)
@@ -348,11 +394,7 @@ class ParameterAccess:
     """
 
     def __init__(self, sharded: ShardedModule, optimizer: ShardedOptimizer | None = None) -> None:
-        self._places = {
-            id(slot.parameter): _Place(bucket, slot, index)
-            for bucket in sharded.buckets
-            for index, slot in enumerate(bucket.slots)
-        }
+        self._places = _Places(sharded)
         self._optimizer = optimizer
         self.master: Quantity = Master(self._places, sharded)
         self.gradient: Quantity = Gradient(self._places, sharded, optimizer)

@@ -16,44 +16,42 @@ buckets are filled from). Without hooks: `compiled` (over `plans`, `gathers` and
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from drivetrain.comm import Axis, Mesh, all_gather, all_gather_object, broadcast
+from drivetrain.comm import Axis, Mesh, all_gather
 from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.build import Init
 from drivetrain.zero.exchange import GradientExchange
 from drivetrain.zero.fetch import ParameterExchange
-from drivetrain.zero.grouping import (
-    Group,
-    Kind,
-    NamedParameter,
-    group_parameters,
-    named_parameters,
-    row_parameters,
-    set_apart,
-    split_by_kind,
-)
+from drivetrain.zero.grouping import named_parameters
 from drivetrain.zero.guard import Guard
 from drivetrain.zero.hooks import Hooks
-from drivetrain.zero.layout import fill_buckets
-from drivetrain.zero.packed import PACKABLE
+from drivetrain.zero.laying import (
+    Plan,
+    Shelves,
+    check_memory,
+    check_plain,
+    check_same,
+    find_groups,
+    make_buckets,
+    prepare_buffers,
+)
 from drivetrain.zero.parking import GRADIENTS, PARAMETERS, WEIGHTS, MovedStates
 from drivetrain.zero.policy import Policy
 from drivetrain.zero.provenance import announce, others_behind, scaled
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
-from drivetrain.zero.split import is_placeholder
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.store import Stores
+from drivetrain.zero.trained import Trained
 from drivetrain.zero.unit import Presence, Unit
-from drivetrain.zero.values import Initialize, ParameterValues, TensorSource, find_values
+from drivetrain.zero.values import Initialize, TensorSource, find_values
 from drivetrain.zero.wire import WireRule
 
 
@@ -76,9 +74,11 @@ class ShardedModule:
         ranks: the ranks that it is trained on.
         units: what is gathered and released together, root first.
         buckets: all buckets, in the order of the units.
+        trained: which parameters are trained now.
         closes_step: whether the next backward pass is the last one before the optimizer step. Only stages that
             reduce once per step ask; with False they keep accumulating on their own.
         moved: which states are away (see `move_states`).
+        stores: where states live that are not on the device.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class ShardedModule:
         parameters: ParameterExchange,
         reducer: GradientReducer,
         moved: MovedStates,
+        shelves: Shelves,
     ) -> None:
         self.module = module
         self.policy = policy
@@ -100,10 +101,14 @@ class ShardedModule:
         self.parameters = parameters
         self.reducer = reducer
         self.moved = moved
+        self.shelves = shelves
+        self.stores = shelves.stores
         self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
-        self.trainable_buckets = tuple(bucket for bucket in self.buckets if bucket.trainable)
         self.closes_step = True
-        self.hooks = Hooks(module, units, residency, reducer, self.reduces, lambda: self.closes_step)
+        gathers = any(not unit.resident for unit in units)
+        self.trained = Trained(self.buckets, ranks, gathers=gathers, holds_gradients=lambda: self.holds_gradients)
+        self.trained.tell(reducer.set_trained)
+        self.hooks = Hooks(module, units, residency, reducer, self.trained, self.reduces, lambda: self.closes_step)
         self.hooks.backward.admit = self.check_backward
         self.guard = Guard(module, units, ranks.shard.world.rank, moved)
 
@@ -111,6 +116,21 @@ class ShardedModule:
     def axis(self) -> Axis:
         """The ranks that it is sharded over."""
         return self.ranks.shard
+
+    @property
+    def trained_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets with parameters that are trained now."""
+        return tuple(bucket for bucket in self.buckets if bucket.trained)
+
+    def adopt(self, units: tuple[Unit, ...], fresh: Mapping[Bucket, Unit]) -> None:
+        """Go on with ``units``, in which there are ``fresh`` buckets. For `drivetrain.zero.adopt`."""
+        self.units = units
+        self.buckets = tuple(bucket for unit in units for bucket in unit.buckets)
+        self.residency.adopt(units)
+        self.reducer.extend([bucket for bucket in fresh if bucket.trainable])
+        self.hooks.adopt(units, fresh)
+        self.guard.adopt(units)
+        self.trained.adopt(self.buckets)
 
     def reduces(self) -> bool:
         """Whether the next backward pass reduces gradients, or only adds them up."""
@@ -191,7 +211,8 @@ class ShardedModule:
         for bucket in self.buckets:
             if not bucket.split:
                 purpose = f"master weights of {bucket.title}"
-                all_gather(bucket.master, bucket.master[bucket.own], self.axis, purpose=purpose).wait()
+                with bucket.at_hand(changes=True):
+                    all_gather(bucket.master, bucket.master[bucket.own], self.axis, purpose=purpose).wait()
             bucket.publish_master()
             if bucket.split and bucket.resident:
                 self.parameters.start(bucket, during="refresh_parameters").wait()
@@ -226,7 +247,7 @@ class ShardedModule:
             was_live = unit.live
             unit.start_gather(exact=True, during="full_parameters")
             unit.finish_gather()
-            copies = [(s.name, s.parameter.detach().clone()) for bucket in unit.buckets for s in bucket.slots]
+            copies = [(s.name, s.parameter.detach().clone()) for bucket in unit.buckets for s in bucket.named]
             if not was_live:
                 unit.release()
             yield from copies
@@ -237,7 +258,7 @@ class ShardedModule:
         return ModelStateBytes(
             parameters=sum(b.parameter_bytes for b in self.buckets),
             gradients=sum(b.gradient_bytes for b in self.buckets),
-            master=sum(b.master_bytes for b in self.buckets if b.trainable),
+            master=sum(b.master_bytes for b in self.buckets),
             gathered=gathered,
         )
 
@@ -259,6 +280,7 @@ def shard(
     *,
     values: TensorSource | None = None,
     initialize: Initialize | None = None,
+    stores: Stores | None = None,
 ) -> ShardedModule:
     """Split ``module`` over the mesh's shard axis as ``policy`` says. Collective: every rank calls it.
 
@@ -282,6 +304,7 @@ def shard(
             parameters or buffers which are on the meta device and not in ``values``, when these have got memory, and
             fills them, as the ``reset_parameters`` of torch's layers do, or the ``_init_weights`` of a model of
             transformers. The first rank's numbers are what counts.
+        stores: where states live; None keeps all of them on the mesh's device.
 
     Raises:
         TypeError: ``module`` is no module.
@@ -297,30 +320,21 @@ def shard(
     if policy.wire_rule is not None:
         _check_wire(module, policy.wire_rule)
     ranks = Ranks.of(mesh, policy)
-    rows = row_parameters(module) if policy.sparse_gradients else frozenset()
-    _check_same(module, rows, ranks.everyone)
+    check_same(module, policy, ranks.everyone)
     origins = find_values(module, ranks, values, initialize)
     for builder in builders:
         origins.add(builder.take(module))
-    _check_memory(module, origins)
-    _prepare_buffers(module, ranks.everyone)
-    # With one rank there is nothing to gather from: stage 3 would only copy. But quantised parameters are decoded.
-    frozen = any(not p.requires_grad for p in module.parameters())
-    releases = policy.releases_parameters and (ranks.shard.size > 1 or (policy.frozen_rule is not None and frozen))
-    groups = group_parameters(
-        module,
-        releases=releases,
-        persistence_numel=policy.persistence_numel,
-        persistence_total_numel=policy.persistence_total_numel,
-        leaf=policy.leaf,
-    )
+    check_memory(named_parameters(module), origins)
+    prepare_buffers(module.modules(), ranks.everyone)
+    stores = stores or Stores()
+    groups = find_groups(module, policy, ranks, stores)
     moved = MovedStates(ranks.shard.world.rank)
     parameters = ParameterExchange(policy, ranks, moved)
-    lowered = policy.wire_rule.parameters(module) if policy.wire_rule else frozenset()
-    plan = _Plan(root=module, policy=policy, ranks=ranks, origins=origins, rows=rows, lowered=lowered)
+    shelves = Shelves(stores, sum(p.numel() for p in module.parameters() if p.requires_grad))
+    plan = Plan.of(module, policy, ranks, origins, shelves)
     presence = Presence()
     units = tuple(
-        Unit(index, group.name, group.modules, _make_buckets(group, plan), parameters, presence)
+        Unit(index, group.name, group.modules, make_buckets(group, plan), parameters, presence)
         for index, group in enumerate(groups)
     )
     buckets = [bucket for unit in units for bucket in unit.buckets if bucket.trainable]
@@ -328,7 +342,7 @@ def shard(
     exchange = GradientExchange(policy, ranks)
     gathers = sum(not unit.resident for unit in units) > 1  # the gather of a single one precedes all of backward
     reducer = GradientReducer(buckets, exchange, ranks, overlap=policy.overlap, gathers=gathers)
-    return ShardedModule(module, policy, ranks, units, residency, parameters, reducer, moved)
+    return ShardedModule(module, policy, ranks, units, residency, parameters, reducer, moved, shelves)
 
 
 def _check(module: nn.Module, mesh: Mesh) -> None:
@@ -346,13 +360,7 @@ def _check(module: nn.Module, mesh: Mesh) -> None:
     parameters = named_parameters(module)
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no parameters to shard")
-    odd = [p for p in parameters if type(p.parameter.data) is not torch.Tensor or p.parameter.is_sparse]
-    if odd:
-        kind = type(odd[0].parameter.data).__name__
-        raise ValueError(
-            f"parameter '{odd[0].name}' is a {kind} of layout {odd[0].parameter.layout}, and only plain dense tensors "
-            "can be laid into buckets; hand over the module before another library shards or packs it"
-        )
+    check_plain(parameters)
     others = {name: size for name, size in mesh.sizes.items() if name not in ("data", "shard") and size > 1}
     if others:
         raise ValueError(f"this version trains over the axes 'data' and 'shard'; the mesh also has {others}")
@@ -366,15 +374,6 @@ def _builders(module: nn.Module, mesh: Mesh, policy: Policy) -> list[Init]:
     for builder in builders:
         builder.require(mesh, policy)
     return builders
-
-
-def _check_memory(module: nn.Module, origins: ParameterValues) -> None:
-    for named in named_parameters(module):
-        if not origins.has([named]) and is_placeholder(named.parameter):
-            raise ValueError(
-                f"parameter '{named.name}' was split under Init, and no module is left that it was built in; build the "
-                "modules that use it in the same context"
-            )
 
 
 def _check_leaves(module: nn.Module, policy: Policy) -> None:
@@ -394,93 +393,3 @@ def _check_wire(module: nn.Module, rule: WireRule) -> None:
             "so no parameter can be found that is safe to send in fewer bits (wire_rule; in a configuration "
             "torch_autocast.lower_precision_safe_modules). Write package.module.Class, or remove it"
         )
-
-
-def _check_same(module: nn.Module, rows: Collection[int], axis: Axis) -> None:
-    """All ranks must have the same model but for its values, or every collective from here on would go wrong."""
-    mine = [
-        (
-            p.name,
-            f"{p.parameter.dtype} of shape {list(p.parameter.shape)}, requires_grad={p.parameter.requires_grad}"
-            + (", an embedding's weight alone" if id(p.parameter) in rows else ""),
-        )
-        for p in named_parameters(module)
-    ]
-    mine += [(name, f"a buffer, {b.dtype} of shape {list(b.shape)}") for name, b in module.named_buffers()]
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    digests = all_gather_object(digest, axis, purpose="comparison of the ranks' models")
-    if len(set(digests)) == 1:
-        return
-    everybody = [dict(entries) for entries in all_gather_object(mine, axis, purpose="comparison of the ranks' models")]
-    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    first, other = everybody[0], everybody[rank]
-    name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
-    if name is None:
-        difference = "parameters and buffers come in another order"
-    else:
-        found = other.get(name, "not there")
-        difference = f"'{name}' is {first.get(name, 'not there')} on rank {axis.ranks[0]} and {found} on the other"
-    raise ValueError(
-        f"rank {axis.ranks[rank]} has another model than rank {axis.ranks[0]}: {difference}. All ranks must build the "
-        "same one"
-    )
-
-
-def _prepare_buffers(module: nn.Module, axis: Axis) -> None:
-    for owner in module.modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            moved = buffer.to(axis.device).contiguous()
-            broadcast(moved, axis, purpose=f"first values of buffer '{name}'").wait()
-            owner._buffers[name] = moved
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What all buckets of a module are made from.
-
-    ``rows``: the ids of parameters whose gradients travel as rows, which have a bucket each. ``lowered``: of those that
-    travel in fewer bits.
-    """
-
-    root: nn.Module
-    policy: Policy
-    ranks: Ranks
-    origins: ParameterValues
-    rows: Collection[int]
-    lowered: Collection[int]
-
-
-def _make_buckets(group: Group, plan: _Plan) -> list[Bucket]:
-    buckets = []
-    apart = plan.policy.root_apart and plan.root in group.modules and not group.resident
-    most = 1 if apart else plan.policy.bucket_numel
-    for kind, alike in split_by_kind(group.parameters, plan.lowered).items():
-        packed = [named for named in alike if _is_packed(named.parameter, group, plan.policy)]
-        others = [named for named in alike if not _is_packed(named.parameter, group, plan.policy)]
-        for members in (packed, *set_apart(others, plan.rows)):
-            for run in fill_buckets([p.parameter.numel() for p in members], most):
-                buckets.append(_make_bucket([members[i] for i in run], kind, group, plan))
-    return buckets
-
-
-def _is_packed(parameter: nn.Parameter, group: Group, policy: Policy) -> bool:
-    """Whether it is kept quantised. Vectors (biases, scales of norms) are not: they are few bytes and matter most."""
-    if policy.frozen_rule is None or group.resident or parameter.requires_grad:
-        return False
-    dtypes = {parameter.dtype, policy.formats(parameter.dtype).compute}
-    return parameter.dim() >= 2 and parameter.numel() > 0 and dtypes.issubset(PACKABLE)
-
-
-def _make_bucket(parameters: list[NamedParameter], kind: Kind, group: Group, plan: _Plan) -> Bucket:
-    packed = _is_packed(parameters[0].parameter, group, plan.policy)
-    return Bucket(
-        group.name,
-        parameters,
-        formats=plan.policy.formats(kind.dtype, lowered=kind.lowered),
-        resident=group.resident,
-        splits_optimizer=plan.policy.splits_optimizer,
-        ranks=plan.ranks,
-        values=plan.origins if plan.origins.has(parameters) else None,
-        rows=id(parameters[0].parameter) in plan.rows,
-        pack=plan.policy.frozen_rule if packed else None,
-    )

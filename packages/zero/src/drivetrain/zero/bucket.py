@@ -10,16 +10,18 @@ Invariants:
 - Autograd may have saved views of the full buffer. So the storage object is kept for good: released by resizing it
   to nothing, filled again before the views are read.
 - ``master`` covers the optimizer's region of the bucket (the rank's shard, or all of it at stage 0). Where its dtype is
-  that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they are frozen, it IS
-  that part of them, not a copy.
+  that of the parameters (they are fp32 already, or 16-bit ones that are updated themselves), or they were never
+  trained, it IS that part of them, not a copy.
 - Where the shard is kept quantised (``packed``), there is nothing else: ``shard`` and ``master`` are empty.
+- What of the shard, the master weights and the reduced gradients lives in a store is read and written `at_hand` only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Protocol
 
@@ -28,6 +30,7 @@ from torch import nn
 
 from drivetrain.comm import Axis, all_gather, broadcast
 from drivetrain.kernels import QuantizationRule, prefer_large_pages
+from drivetrain.zero.clip import square_sum
 from drivetrain.zero.grouping import NamedParameter
 from drivetrain.zero.layout import ALIGNMENT, BucketLayout, Piece
 from drivetrain.zero.packed import PACKABLE, PackedShard, PackedSlice
@@ -35,6 +38,7 @@ from drivetrain.zero.policy import Formats
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.rows import Rows
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.store import Home, flat_slice
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,16 @@ class Slot:
     numel: int
     whole: torch.Tensor  # [*shape], view of the full buffer
     placeholder: torch.Tensor  # [*shape], no memory behind it
+    plain: bool = True  # the parameter's class is nn.Parameter
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def gone(self) -> bool:
+        """The parameter that was here is not in the module any more."""
+        return not self.names
 
 
 class Values(Protocol):
@@ -67,13 +77,30 @@ class Values(Protocol):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Homes:
+    """Where the states of one bucket live that are not on its device; see `drivetrain.zero.store`."""
+
+    shard: Home | None = None
+    states: Home | None = None
+    gradients: Home | None = None
+
+    def for_step(self) -> Iterator[Home]:
+        """What an optimizer step needs, in the order in which it does."""
+        for home in (self.gradients, self.states, self.shard):
+            if home is not None:
+                yield home
+
+
+NOWHERE_ELSE = Homes()
+
+
 class Bucket:
     """Storage of parameters that are gathered, reduced and updated together.
 
     Args:
         unit: the name of the unit that it is a part of, for errors.
-        parameters: the parameters, all of one dtype and all trained or all frozen. The first rank's values become the
-            values on every rank.
+        parameters: the parameters, all of one dtype. The first rank's values become the values on every rank.
         values: where their values come from instead; then no rank needs to have the whole bucket.
         formats: what they compute, are updated and travel in.
         resident: the full buffer is never released.
@@ -81,6 +108,12 @@ class Bucket:
         ranks: the ranks that train it; it is split over their shard axis.
         rows: gradients are kept and sent as rows of the one parameter, a matrix, that there is.
         pack: how the shard is kept quantised; None keeps it as it is. For frozen parameters that are released.
+        homes: where its states live.
+
+    Attributes:
+        trainable: the parameters can be trained: they take gradients, and are not kept quantised.
+        trained: ranks have agreed that some of them are trained now (see `trained`), so gradients are reduced.
+        has_master: they are, or were, trained, so there is something for an optimizer to update.
     """
 
     full: torch.Tensor  # [padded_numel] dtype; without storage while released
@@ -105,15 +138,20 @@ class Bucket:
         values: Values | None = None,
         rows: bool = False,
         pack: QuantizationRule | None = None,
+        homes: Homes = NOWHERE_ELSE,
     ) -> None:
         axis = ranks.shard
+        self.homes = homes
         self.title = f"unit '{unit}' (first parameter '{parameters[0].name}')"
         alignment = ALIGNMENT if pack is None else math.lcm(ALIGNMENT, pack.block_size)
         self.layout = BucketLayout(tuple(p.parameter.numel() for p in parameters), axis.size, alignment)
         self.dtype = formats.compute
         self.wire = formats.wire
         self.resident = resident
-        self.trainable = parameters[0].parameter.requires_grad
+        self.trainable = pack is None and formats.compute.is_floating_point
+        self.trained = self.trainable and any(p.parameter.requires_grad for p in parameters)
+        self.has_master = self.trained
+        self.master_dtype = formats.master
         self.split = splits_optimizer
         self.row_width = parameters[0].parameter.shape[1] if rows else None
         self.axis = axis
@@ -122,35 +160,43 @@ class Bucket:
         self.local = None
         self.reduced = None
         self.averaged = False
+        self._squares: torch.Tensor | None = None  # of reduced gradients that live in a store, as they went there
         self.secondary = None
         self.packed = None
         if pack is None:
-            self._place(parameters, formats.master, ranks.everyone, values)
+            self._place(parameters, ranks.everyone, values)
         else:
             self._pack(parameters, ranks.everyone, values, pack)
         self.slots = self._make_slots(parameters)
         self.used = [False] * len(self.slots)
+        self._away: type[nn.Parameter] | None = None
         self.attach()
         if not resident:
             self.release()
 
-    def _place(
-        self, parameters: Sequence[NamedParameter], master: torch.dtype, everyone: Axis, values: Values | None
-    ) -> None:
+    def _place(self, parameters: Sequence[NamedParameter], everyone: Axis, values: Values | None) -> None:
         """Lay out the values, in the precision they came in, and keep what this rank needs of them."""
         if values is not None and not self.resident:
             region = self._read(parameters, values)
             self.full = torch.empty(self.layout.padded_numel, dtype=self.dtype, device=self.axis.device)
-            self.shard = region.to(self.dtype)
+            self.shard = self._shard_of(region)
         else:
             flat = self._broadcast(parameters, everyone) if values is None else self._collect(parameters, values)
             region = flat[self.region]
             self.full = flat.to(self.dtype)
-            self.shard = self.full[self.own] if self.resident else self.full[self.own].clone()
-        if self.trainable and master != self.dtype:
+            self.shard = self.full[self.own] if self.resident else self._shard_of(self.full[self.own])
+        states, master = self.homes.states, self.master_dtype
+        if not (self.trained and self._apart):
+            self.master = self.shard if self.split else self.full
+        elif states is None:
             self.master = region.to(master, copy=True)
         else:
-            self.master = self.shard if self.split else self.full
+            self.master = states.admit(region, master)
+
+    def _shard_of(self, values: torch.Tensor) -> torch.Tensor:
+        """A shard with these values."""
+        home = self.homes.shard
+        return values.to(self.dtype, copy=True) if home is None else home.admit(values, self.dtype)
 
     def _pack(
         self, parameters: Sequence[NamedParameter], everyone: Axis, values: Values | None, rule: QuantizationRule
@@ -195,13 +241,55 @@ class Bucket:
             shape, numel = named.parameter.shape, named.parameter.numel()
             whole = self.full[start : start + numel].view(shape)
             placeholder = nothing.expand(shape) if numel else whole
-            slots.append(Slot(named.parameter, named.names, shape, start, numel, whole, placeholder))
+            plain = type(named.parameter) is nn.Parameter
+            slots.append(Slot(named.parameter, named.names, shape, start, numel, whole, placeholder, plain))
         return slots
+
+    @property
+    def named(self) -> list[Slot]:
+        """The slots whose parameters are in the module."""
+        return [slot for slot in self.slots if not slot.gone]
+
+    def follow(self, names: Mapping[int, tuple[str, ...]]) -> list[Slot]:
+        """The module has changed: its parameters, by id, have these ``names``.
+
+        Returns:
+            What has left it. Its room stays, as something that nobody trains.
+        """
+        left: list[Slot] = []
+        for index, slot in enumerate(self.slots):
+            if not slot.gone and id(slot.parameter) not in names:
+                left.append(slot)
+                if slot.plain:
+                    slot.parameter.__class__ = nn.Parameter
+                slot.parameter.data = slot.placeholder
+                nobody = nn.Parameter(slot.whole if self.resident else slot.placeholder, requires_grad=False)
+                self.slots[index] = replace(slot, parameter=nobody, names=(), plain=False)
+            elif not slot.gone:
+                self.slots[index] = replace(slot, names=names[id(slot.parameter)])
+        return left
 
     @property
     def numel(self) -> int:
         """Elements of the bucket, padding included."""
         return self.layout.padded_numel
+
+    def make_master(self) -> None:
+        """Have something for an optimizer to update, made of the parameters as they are, if there never was."""
+        if not self.has_master and self._apart:
+            states = self.homes.states
+            with self.shard_at_hand(changes=False):
+                if states is None:
+                    self.master = self.master.to(self.master_dtype, copy=True)
+                else:
+                    self.master = states.admit(self.master, self.master_dtype)
+        self.has_master = True
+
+    @property
+    def _apart(self) -> bool:
+        """Master weights, where there are any, are memory of their own."""
+        states = self.homes.states
+        return self.master_dtype != self.dtype or (states is not None and states.device != self.axis.device)
 
     @property
     def whole(self) -> bool:
@@ -210,8 +298,24 @@ class Bucket:
 
     def attach(self) -> None:
         """Point the parameters at the full buffer."""
+        self._show_away(None)
         for slot in self.slots:
             slot.parameter.data = slot.whole
+
+    @property
+    def away(self) -> type[nn.Parameter] | None:
+        """The class that parameters have while they are away (see `looks`); None: their own."""
+        return self._away
+
+    @away.setter
+    def away(self, kind: type[nn.Parameter] | None) -> None:
+        self._away = kind
+        self._show_away(None if self.whole else kind)
+
+    def _show_away(self, kind: type[nn.Parameter] | None) -> None:
+        for slot in self.slots:
+            if type(slot.parameter) is not (kind or nn.Parameter) and slot.plain:
+                slot.parameter.__class__ = kind or nn.Parameter
 
     def release(self) -> None:
         """Give the full buffer's memory back; the parameters keep shape and dtype only."""
@@ -220,8 +324,19 @@ class Bucket:
 
     def detach(self) -> None:
         """Point the parameters at nothing."""
+        self._show_away(None)
         for slot in self.slots:
             slot.parameter.data = slot.placeholder
+        self._show_away(self.away)
+
+    def dismiss(self) -> None:
+        """Nobody needs it any more."""
+        self.trained = False
+        self.slots.clear()
+        self.full = self.shard = self.master = self.full.new_empty(0)
+        self.packed = self.secondary = self.local = self.reduced = None
+        for home in self.homes.for_step():
+            home.forget()
 
     def drop(self) -> None:
         """Give the full buffer's memory back. The parameters must not point at it."""
@@ -261,19 +376,86 @@ class Bucket:
         """The part of the reduced gradients that is this rank's shard."""
         return self.reduced if self.split or self.reduced is None else self.reduced[self.own]
 
+    @property
+    def own_master(self) -> bool:
+        """The master weights are memory of their own, not that of the parameters."""
+        return self.master is not (self.shard if self.split else self.full)
+
+    @property
+    def master_home(self) -> Home | None:
+        """Where the master weights live, if not on the device."""
+        return self.homes.states if self.own_master else self.homes.shard
+
+    @contextmanager
+    def at_hand(self, *, changes: bool, linger: bool = False) -> Iterator[None]:
+        """The master weights, and what the optimizer keeps beside them, can be read, and with ``changes`` written."""
+        with ExitStack() as stack:
+            for home in (self.homes.states, self.master_home):
+                if home is not None:
+                    stack.enter_context(home.at_hand(changes=changes, linger=linger))
+            yield
+
+    @contextmanager
+    def shard_at_hand(self, *, changes: bool, anew: bool = False) -> Iterator[None]:
+        """The shard can be read, and with ``changes`` written; ``anew``: all of it will be."""
+        home = self.homes.shard
+        with nullcontext() if home is None else home.at_hand(changes=changes, anew=anew):
+            yield
+
+    @contextmanager
+    def gradients_at_hand(self, *, changes: bool) -> Iterator[None]:
+        """The reduced gradients can be read, and with ``changes`` written."""
+        home = self.homes.gradients
+        if changes:
+            self._squares = None
+        with nullcontext() if home is None or self.reduced is None else home.at_hand(changes=changes):
+            yield
+
+    def add_reduced(self, gradients: torch.Tensor) -> None:
+        """Add to the reduced gradients. ``gradients`` [region] belong to the bucket from here on."""
+        home, self.averaged, self._squares = self.homes.gradients, False, None
+        if self.reduced is not None:
+            with self.gradients_at_hand(changes=True):
+                self.reduced.add_(gradients.to(self.reduced.device))
+                self._squares = None if home is None else square_sum(self.reduced)
+        elif home is None:
+            self.reduced = gradients
+        else:
+            self._squares = square_sum(gradients)
+            self.reduced = home.admit(gradients)
+
+    def forget_gradients(self) -> None:
+        """Drop the reduced gradients."""
+        if self.reduced is not None and self.homes.gradients is not None:
+            self.homes.gradients.forget()
+        self.reduced = None
+        self.averaged = False
+
+    def own_square_sum(self) -> torch.Tensor | None:
+        """The sum of squares of the reduced gradients of this rank's shard, a float64 scalar; None without any."""
+        own = self.own_reduced()
+        if own is None or own.is_meta:
+            return None
+        if self._squares is None or self.averaged:
+            with self.gradients_at_hand(changes=False):
+                return square_sum(own)
+        return self._squares
+
     def publish_master(self) -> None:
         """Write the master weights into the parameters' own dtype (nothing to do where they are the same memory)."""
         self.secondary = None
-        if self.master.dtype != self.dtype:
-            target = self.shard if self.split else self.full
-            target.copy_(self.master)
+        if self.own_master:
+            with self.at_hand(changes=False), self.shard_at_hand(changes=True, anew=True):
+                target = self.shard if self.split else self.full
+                target.copy_(self.master)
 
     def adopt_published(self) -> None:
         """Take into the master weights what was written into the whole parameters; all else keeps its precision."""
-        if self.master.dtype != self.dtype:
-            published = self.full[self.region]
-            same = published == self.master.to(self.dtype)
-            self.master.copy_(torch.where(same, self.master, published.to(self.master.dtype)))
+        if self.own_master:
+            published = self.full[self.region].to(self.master.device)
+            with self.at_hand(changes=True):
+                same = published == self.master.to(self.dtype)
+                self.master.copy_(torch.where(same, self.master, published.to(self.master.dtype)))
 
     def adopt_whole(self) -> None:
         """Take what was written into the whole parameters, the same on every rank, into what this rank keeps."""
@@ -282,7 +464,8 @@ class Bucket:
             self.packed.adopt(self.full[self.own])
             return
         if not self.resident:
-            self.shard.copy_(self.full[self.own])
+            with self.shard_at_hand(changes=True, anew=True):
+                self.shard.copy_(self.full[self.own])
         self.adopt_published()
 
     def model_slices(self, *, writes: bool) -> dict[str, FlatSlice]:
@@ -291,6 +474,8 @@ class Bucket:
         if self.packed is not None:
             self.packed.forget_arrivals()
         for slot, piece in zip(self.slots, self.own_pieces(), strict=True):
+            if slot.gone:
+                continue
             if self.packed is not None:
                 nothing = torch.empty(piece.numel, dtype=torch.float32, device="meta")
                 slices[slot.name] = PackedSlice(
@@ -302,8 +487,10 @@ class Bucket:
                     start=piece.shard_offset,
                 )
             else:
-                data = self.master[piece.shard_offset : piece.shard_offset + piece.numel]
-                slices[slot.name] = FlatSlice(data=data, offset=piece.start, shape=slot.shape, writes=writes)
+                part = slice(piece.shard_offset, piece.shard_offset + piece.numel)
+                slices[slot.name] = flat_slice(
+                    self.master, part, self.master_home, offset=piece.start, shape=slot.shape, writes=writes
+                )
         return slices
 
     @property
@@ -324,7 +511,7 @@ class Bucket:
     @property
     def master_bytes(self) -> int:
         """Bytes of master weights that are not the parameters themselves."""
-        return 0 if self.master.dtype == self.dtype else self.master.untyped_storage().size()
+        return self.master.untyped_storage().size() if self.own_master else 0
 
 
 def slice_of(numel: int, axis: Axis) -> slice:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.layout import ALIGNMENT
 from drivetrain.zero.policy import HALF_TYPES
 
@@ -14,22 +13,22 @@ CHUNK = ALIGNMENT << 10
 """Elements that are widened at a time: small enough to stay in a core's cache."""
 
 
-def own_square_sum(buckets: Iterable[Bucket], device: torch.device) -> torch.Tensor:
-    """The sum of squares of this rank's shards of all reduced gradients: a float64 scalar on ``device``.
+def own_square_sum(sums: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """The sum of `square_sum` of this rank's shards of all reduced gradients: a float64 scalar on ``device``.
 
-    Gradients on the meta device have no values; their sum is 0.
+    Every stage adds up the same shards, also stage 0 where the rank holds more, and padding is zero.
+    """
+    found = [one.to(device) for one in sums if one is not None]
+    return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64, device=device)
 
-    Every stage adds up the same shards, also stage 0 where the rank holds more, and padding is zero. How parameters
-    fall into buckets and ranks must not show in the result either. So norms are taken of aligned runs of
+
+def square_sum(flat: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of ``flat``, which is aligned: a float64 scalar.
+
+    How parameters fall into buckets and ranks must not show in the result. So norms are taken of aligned runs of
     ``ALIGNMENT`` elements, which no cut divides, in fp32 (at the speed of one plain pass), and added in float64;
     rounded to fp32 in the end, the order of those additions has no say in practice.
     """
-    owned = (own for bucket in buckets if (own := bucket.own_reduced()) is not None and not own.is_meta)
-    sums = [_square_sum(own) for own in owned]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
-
-
-def _square_sum(flat: torch.Tensor) -> torch.Tensor:
     chunks = torch.split(flat, CHUNK) if flat.dtype in HALF_TYPES else (flat,)
     norms = [torch.linalg.vector_norm(_widened(chunk).view(-1, ALIGNMENT), dim=1) for chunk in chunks]
     return torch.cat(norms).to(torch.float64).square().sum()

@@ -205,8 +205,6 @@ class CompiledModule:
             for number, bucket in enumerate(sharded.buckets)
             for index, slot in enumerate(bucket.slots)
         }
-        trained = [number for number, bucket in enumerate(sharded.buckets) if bucket.trainable]
-        self._lanes = {number: lane for lane, number in enumerate(trained)}
         self._storages = frozenset(bucket.full.untyped_storage()._cdata for bucket in sharded.buckets)
         self._placeholders = frozenset(
             storage_of(slot.placeholder)
@@ -297,7 +295,7 @@ class CompiledModule:
         return not self._sharded.buckets[place.group].resident
 
     def trains(self, place: Place) -> bool:
-        """Whether a parameter's gradient is wanted."""
+        """Whether a parameter's gradient is wanted, if there is one."""
         return self._sharded.buckets[place.group].trainable
 
     def compile(self, graph: ReadGraph) -> ReadGraph:
@@ -310,7 +308,8 @@ class CompiledModule:
         if synchronous.before_reduction:
             wait_for(gradient.device)
         gradient = sharded.hooks.backward.converted(gradient)
-        sharded.reducer.take(self._lanes[group], slot, gradient, reduces=sharded.reduces())
+        lane = sharded.reducer.lane(sharded.buckets[group])
+        sharded.reducer.take(lane, slot, gradient, reduces=sharded.reduces())
         if synchronous.after_reduction:
             sharded.reducer.drain()
 

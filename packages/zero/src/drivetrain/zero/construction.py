@@ -37,34 +37,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from drivetrain.comm import Axis, all_gather, all_reduce, broadcast
 from drivetrain.zero.hooks import tensors_in
+from drivetrain.zero.looks import LOOKS
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.split import SplitParameter, cut, is_placeholder, join, placeholder
 
 Claims = list[tuple[nn.Parameter, SplitParameter]]
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_READ_ATTRIBUTES = (
-    *("data", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_quantized"),
-    *("is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape", "_version"),
-)
-_METHODS = (
-    *("__hash__", "__len__", "detach", "dim", "element_size", "get_device", "is_complex", "is_contiguous"),
-    *("is_floating_point", "ndimension", "nelement", "new_empty", "new_full", "new_ones", "new_zeros", "numel"),
-    *("register_hook", "requires_grad_", "size", "storage_offset", "stride"),
-)
-_FUNCTIONS = (
-    *("empty_like", "full_like", "is_complex", "is_floating_point", "numel", "ones_like", "rand_like", "randn_like"),
-    *("zeros_like", "_has_compatible_shallow_copy_type"),
-)
-_LOOKS = frozenset(
-    [
-        *(getattr(torch.Tensor, name).__get__ for name in _READ_ATTRIBUTES),
-        *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
-        *(getattr(torch.Tensor, name) for name in _METHODS),
-        *(getattr(torch, name) for name in _FUNCTIONS),
-    ]
-)
-"""Functions that read no element of their arguments. One that is missing here costs a gather, and no more."""
 _ALLOCATIONS = frozenset([torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.tensor])
 _BACKWARD = frozenset([torch.Tensor.backward, torch.autograd.grad])
 
@@ -232,7 +211,7 @@ class Construction(TorchFunctionMode):
         self, func: Callable[..., Any], types: Collection[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _LOOKS:
+        if func in LOOKS:
             return func(*args, **kwargs)
         if func in _BACKWARD:
             raise RuntimeError(

@@ -27,11 +27,16 @@ from drivetrain.zero.rows import Rows
 
 
 class Pending(Protocol):
-    """A reduction on its way. `wait` adds the result to ``bucket.reduced``; further calls do nothing."""
+    """A reduction on its way. `wait` adds the result to ``bucket.reduced``, `drop` forgets it; both wait for its end.
+
+    Further calls of either do nothing.
+    """
 
     bucket: Bucket
 
     def wait(self) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 class PendingReduction:
@@ -55,11 +60,13 @@ class PendingReduction:
         self._result = None
         if self._scale != 1.0:
             result.mul_(self._scale)
-        if bucket.reduced is None:
-            bucket.reduced = result
-        else:
-            bucket.reduced.add_(result)
-        bucket.averaged = False
+        bucket.add_reduced(result)
+
+    def drop(self) -> None:
+        """Block until the gradients are reduced, and forget them."""
+        if self._result is not None:
+            self._handle.wait()
+            self._result = None
 
 
 class GradientExchange:
@@ -163,12 +170,19 @@ class GradientExchange:
     def average(self, bucket: Bucket) -> Waitable:
         """Reduce ``bucket.reduced`` over the replicas, in place. All of them must have it."""
         if bucket.reduced is None:
-            bucket.reduced = torch.zeros(
-                bucket.master.numel(), dtype=self.accumulate_dtype(bucket), device=self._axis.device
-            )
+            region = bucket.region.stop - bucket.region.start
+            bucket.add_reduced(torch.zeros(region, dtype=self.accumulate_dtype(bucket), device=self._axis.device))
+        assert bucket.reduced is not None
         bucket.averaged = True
         purpose = f"reduction over replicas of the gradients of {bucket.title}"
         kept = bucket.reduced
+        if bucket.homes.gradients is not None:
+            with bucket.gradients_at_hand(changes=True):
+                sent = kept.to(self._axis.device, self._wire_dtype(bucket), copy=True)
+                handle = all_reduce(sent, self._replicas, op=self._policy.reduce_op, purpose=purpose)
+                handle.wait()
+                kept.copy_(sent)
+            return handle
         sent = kept.to(self._wire_dtype(bucket))
         handle = all_reduce(sent, self._replicas, op=self._policy.reduce_op, purpose=purpose)
         if sent is kept:
@@ -182,7 +196,8 @@ class GradientExchange:
     def unaverage(self, bucket: Bucket) -> None:
         """Before more is added to gradients that are averaged: leave a share that the next average makes whole."""
         if bucket.averaged and bucket.reduced is not None and self._policy.reduce_op == "sum":
-            bucket.reduced.div_(self._replicas.size)
+            with bucket.gradients_at_hand(changes=True):
+                bucket.reduced.div_(self._replicas.size)
         bucket.averaged = False
 
     def reopen(self, bucket: Bucket) -> None:

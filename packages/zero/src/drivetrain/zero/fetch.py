@@ -51,7 +51,17 @@ class ParameterExchange:
             return Staged(first, lambda: packed.decode(wire, bucket.full))
         if bucket.resident:
             return all_gather(bucket.full, bucket.shard, self._axis, purpose=purpose)
-        return self._gather(bucket, bucket.full, bucket.shard, purpose, exact=exact)
+        return self._gather(bucket, bucket.full, self._shard_of(bucket), purpose, exact=exact)
+
+    def _shard_of(self, bucket: Bucket) -> torch.Tensor:
+        """The shard, from which a gather may take as long as it will. From a store it goes where it belongs at once."""
+        home = bucket.homes.shard
+        if home is None:
+            return bucket.shard
+        with home.at_hand(changes=False):
+            if self._in_two:
+                return bucket.shard.to(self._axis.device, copy=True)
+            return bucket.full[bucket.own].copy_(bucket.shard)
 
     def _codec_of(self, bucket: Bucket) -> Codec | None:
         if bucket.packed is not None:

@@ -57,18 +57,29 @@ class Guard:
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], rank: int, moved: MovedStates) -> None:
         self._root = root
-        self._units = tuple(units)
         self._rank = rank
         self._moved = moved
+        self._guarded: dict[int, nn.Module] = {}  # by id; held, so that no new module gets the id of one that is gone
+        self.adopt(units)
+        root.register_forward_pre_hook(self._before_forward, prepend=True)
+
+    def adopt(self, units: Sequence[Unit]) -> None:
+        """Go on with ``units`` and the module tree as it is."""
+        self._units = tuple(units)
         self._slots: dict[int, Slot] = {id(slot.parameter): slot for unit in units for slot in _slots(unit)}
         self._versions = {key: slot.parameter._version for key, slot in self._slots.items()}
-        self._places = list(self._find_places(root))
-        self._shape = _Shape(root)
-        root.register_forward_pre_hook(self._before_forward, prepend=True)
-        for module in root.modules():
-            module.register_state_dict_pre_hook(self._before_state_dict)
-            module.register_load_state_dict_pre_hook(self._before_load_state_dict)
-            module.register_load_state_dict_post_hook(self._after_load_state_dict)
+        self._places = list(self._find_places(self._root))
+        self._shape = _Shape(self._root)
+        for module in self._root.modules():
+            if id(module) not in self._guarded:
+                self._guarded[id(module)] = module
+                module.register_state_dict_pre_hook(self._before_state_dict)
+                module.register_load_state_dict_pre_hook(self._before_load_state_dict)
+                module.register_load_state_dict_post_hook(self._after_load_state_dict)
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it was there when parameters were laid into buckets."""
+        return id(module) in self._guarded
 
     def _find_places(self, root: nn.Module) -> Iterator[_Place]:
         resident = {id(slot) for unit in self._units if unit.resident for slot in _slots(unit)}
@@ -93,12 +104,13 @@ class Guard:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         """Find parameters that are no longer what is gathered and updated: other objects, or over other memory."""
         self._moved.require("a forward pass", PARAMETERS)
-        for parameters, name, slot, usual in self._places:
-            found = parameters.get(name)
-            if found is not slot.parameter:
-                self._refuse_change(slot, "was replaced by another object", found)
-            elif found.data_ptr() != usual and found.data_ptr() != slot.whole.data_ptr():
-                self._refuse_change(slot, "was given other memory", found)
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameters, name, slot, usual in self._places:
+                found = parameters.get(name)
+                if found is not slot.parameter:
+                    self._refuse_change(slot, "was replaced by another object", found)
+                elif found.data_ptr() != usual and found.data_ptr() != slot.whole.data_ptr():
+                    self._refuse_change(slot, "was given other memory", found)
         if self._shape.changed():
             self._refuse_added()
         self.take_edits()
@@ -106,12 +118,13 @@ class Guard:
     def edited(self) -> Iterator[Slot]:
         """What was written to in place since it was last accepted. (Writes through ``.data`` are not seen.)"""
         versions = self._versions
-        return (slot for key, slot in self._slots.items() if slot.parameter._version != versions[key])
+        with torch._C.DisableTorchFunctionSubclass():  # those that are away would be slow
+            return iter([slot for key, slot in self._slots.items() if slot.parameter._version != versions[key]])
 
     def accept(self, slots: Iterable[Slot]) -> None:
         """What was written to these is kept."""
-        for slot in slots:
-            self._versions[id(slot.parameter)] = slot.parameter._version
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions.update((id(slot.parameter), slot.parameter._version) for slot in slots)
 
     def take_edits(self) -> None:
         """Keep what a program wrote to parameters in place, or refuse it where it would be lost.
@@ -143,8 +156,8 @@ class Guard:
         if added:
             raise RuntimeError(
                 f"rank {self._rank}: parameter '{added[0]}' was added after the model was sharded, one of "
-                f"{len(added)}, and nobody would reduce its gradient, update or save it. Add adapters, heads and "
-                "embeddings before drivetrain shards the model, or remove them."
+                f"{len(added)}, and nobody would reduce its gradient, update or save it. Call engine.adopt() "
+                "(drivetrain.zero.adopt) on all ranks once adapters, heads and embeddings are in place, or remove them."
             )
         self._shape = _Shape(self._root)
 
@@ -153,7 +166,8 @@ class Guard:
         raise RuntimeError(
             f"rank {self._rank}: parameter '{slot.name}' {what} ({now}) after the model was sharded, and no step would "
             "update it. Do what replaces parameters (module.to, .half, .cuda, tying, an assignment to .data) before "
-            "drivetrain shards the model; change values in place, under torch.no_grad."
+            "drivetrain shards the model; change values in place, under torch.no_grad. A new parameter in the place of "
+            "an old one is taken over by engine.adopt() (drivetrain.zero.adopt)."
         )
 
     def _released(self, module: nn.Module) -> str | None:

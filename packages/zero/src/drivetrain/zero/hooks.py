@@ -26,7 +26,7 @@ that nobody runs backward; the reentrant kind, whose first forward pass had no g
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,20 +35,25 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from drivetrain.zero.bucket import Bucket
 from drivetrain.zero.casts import CastCopies
+from drivetrain.zero.looks import away
 from drivetrain.zero.order import Phase
 from drivetrain.zero.provenance import mark_call, mark_parameter
 from drivetrain.zero.reducer import GradientReducer
 from drivetrain.zero.residency import Residency
+from drivetrain.zero.trained import Trained
 from drivetrain.zero.unit import Call, Unit
 
 Gradients = tuple[torch.Tensor | None, ...]
 
 
 def accumulator(parameter: nn.Parameter) -> Node:
-    """The autograd node that would add gradients to ``parameter.grad``."""
+    """The autograd node that would add gradients to ``parameter.grad``, now or when it is trained later."""
+    trained = parameter.requires_grad
     with torch.enable_grad():
-        view = parameter.expand_as(parameter)
+        view = parameter.requires_grad_().expand_as(parameter)
+    parameter.requires_grad_(trained)
     assert view.grad_fn is not None
     node = view.grad_fn.next_functions[0][0]
     assert node is not None
@@ -81,6 +86,12 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, entry.name, None))
 
 
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Tells storages apart; None for what has none."""
+    plain = tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return int(tensor.untyped_storage()._cdata) if plain else None
+
+
 def differentiable(value: object) -> list[torch.Tensor]:
     """The tensors in ``value`` that backward will reach, in order."""
     return [t for t in tensors_in(value) if t.requires_grad] if torch.is_grad_enabled() else []
@@ -104,7 +115,8 @@ def own_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
     def own(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             plain = value.layout == torch.strided and value.requires_grad
-            return value.view_as(value) if plain and value is not first else value
+            apart = plain and (value is not first or isinstance(value, nn.Parameter))
+            return value.view_as(value) if apart else value
         return tuple(own(item) for item in value) if type(value) is tuple else value
 
     return own(args), {name: own(value) for name, value in kwargs.items()}
@@ -203,6 +215,7 @@ class Hooks:
         units: all units.
         residency: brings parameters in and lets them go.
         reducer: takes gradients.
+        trained: which parameters these are for.
         reduces: asks whether the current backward pass reduces gradients or only accumulates them.
         closes: asks whether it is the last one before the optimizer step.
     """
@@ -213,6 +226,7 @@ class Hooks:
         units: tuple[Unit, ...],
         residency: Residency,
         reducer: GradientReducer,
+        trained: Trained,
         reduces: Callable[[], bool],
         closes: Callable[[], bool],
     ) -> None:
@@ -220,8 +234,13 @@ class Hooks:
         self._units = units
         self._residency = residency
         self._reducer = reducer
+        self._trained = trained
         self._reduces = reduces
         self._closes = closes
+        self.suspended = False  # others bring parameters in
+        self._inside = False  # the root's forward runs
+        self._away = away(self._bring)
+        self._unit_of: dict[int, Unit] = {}  # by the id of a parameter
         self._handles: list[RemovableHandle] = []
         self._unit_handles: list[RemovableHandle] = []
         self._copies: dict[int, CastCopies] = {}  # by unit
@@ -229,39 +248,82 @@ class Hooks:
         self._lanes_of: dict[Unit, tuple[int, ...]] = {}
         self._accumulators: list[Node] = []  # autograd forgets one that nobody holds, and its hooks with it
         self.backward = BackwardPass(self._begin_backward, self._end_backward, self._abandon_backward)
-        self.backward.trains = any(bucket.trainable for unit in units for bucket in unit.buckets)
         self._install()
+        trained.tell(self._on_trained)
 
     def _install(self) -> None:
         add = self._handles.append
         add(self._root.register_forward_pre_hook(self._before_root, prepend=True))
+        add(self._root.register_forward_hook(self._leave_root, always_call=True))
         add(self._root.register_forward_hook(self._after_root, with_kwargs=True))
         self.resume()
-        lane = 0
         for unit in self._units:
-            first = lane
-            for bucket in unit.buckets:
-                if bucket.trainable:
-                    for index, slot in enumerate(bucket.slots):
-                        node = accumulator(slot.parameter)
-                        self._accumulators.append(node)
-                        mark_parameter(node, self.backward)
-                        add(node.register_prehook(self._taker(unit, lane, index)))
-                    lane += 1
-            self._lanes_of[unit] = tuple(range(first, lane))
+            self._take_gradients(unit, unit.buckets)
+
+    def _take_gradients(self, unit: Unit, buckets: Sequence[Bucket]) -> None:
+        """Have the gradients of ``buckets``, which are of ``unit``."""
+        for bucket in buckets:
+            if not bucket.trainable:
+                continue
+            lane = self._reducer.lane(bucket)
+            self._lanes_of[unit] = (*self._lanes_of.get(unit, ()), lane)
+            for index, slot in enumerate(bucket.slots):
+                node = accumulator(slot.parameter)
+                self._accumulators.append(node)
+                mark_parameter(node, self.backward)
+                self._handles.append(node.register_prehook(self._taker(unit, lane, index)))
+        self._lanes_of.setdefault(unit, ())
+
+    def adopt(self, units: tuple[Unit, ...], fresh: Mapping[Bucket, Unit]) -> None:
+        """Go on with ``units``, in which there are ``fresh`` buckets; modules may be new too."""
+        self.suspend()
+        self._units = units
+        self._copies.clear()
+        for bucket, unit in fresh.items():
+            self._take_gradients(unit, [bucket])
+        for unit in units:
+            self._lanes_of.setdefault(unit, ())
+        self.resume()
+
+    def _on_trained(self) -> None:
+        self.backward.trains = any(bucket.trained for unit in self._units for bucket in unit.buckets)
 
     def suspend(self) -> None:
         """Leave it to others to bring parameters in. Gradients and the ends of passes are seen to as before."""
+        self.suspended = True
+        self._set_away(None)
         for handle in self._unit_handles:
             handle.remove()
         self._unit_handles.clear()
 
     def resume(self) -> None:
         """Bring parameters in around the calls of modules."""
+        self.suspended = False
         owners = self._find_owners()
         for unit in self._units:
             if not unit.resident:
                 self._install_unit(unit, owners)
+        self._unit_of = {
+            id(slot.parameter): unit
+            for unit in self._units
+            if not unit.resident
+            for bucket in unit.buckets
+            for slot in bucket.slots
+        }
+        self._set_away(self._away)
+
+    def _set_away(self, kind: type[nn.Parameter] | None) -> None:
+        for unit in self._units:
+            for bucket in unit.buckets if not unit.resident else ():
+                bucket.away = kind
+
+    def _bring(self, parameter: nn.Parameter) -> None:
+        """Something reads ``parameter``, which is away. Backward over what it makes comes without a sign."""
+        unit = self._unit_of.get(id(parameter))
+        if not self._inside or unit is None or inside_backward():
+            return
+        self._residency.need(unit, self._phase())
+        unit.unseen |= torch.is_grad_enabled()
 
     def enter_late(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -328,15 +390,12 @@ class Hooks:
             return
         self.backward.settle()
         self._residency.restart()
-        for unit in self._units:
-            for bucket in unit.buckets:
-                for slot in bucket.slots:
-                    if slot.parameter.requires_grad and not bucket.trainable:
-                        raise RuntimeError(
-                            f"parameter '{slot.name}' was frozen when the model was sharded and has requires_grad=True "
-                            "now; it has no gradient and optimizer shards. Unfreeze it before drivetrain shards the "
-                            "model."
-                        )
+        self._inside = True
+        if torch.is_grad_enabled() and not any(unit.pins for unit in self._units):
+            self._trained.refresh()
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside &= inside_backward()
 
     def _after_root(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if inside_backward():
@@ -370,14 +429,18 @@ class Hooks:
 
     def _unit_exit(self, unit: Unit) -> Callable[..., None]:
         copies = self._copies_of(unit)
+        memory = {memory_of(bucket.full) for bucket in unit.buckets}
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             watched = differentiable(output)
             before_backward = self._unit_watcher(unit, unit.call)
             for tensor in differentiable((output, kept_by(module))):
+                if isinstance(tensor, nn.Parameter):
+                    continue  # it would keep the hook for good
                 # An input that is handed on as it came owes nothing to the parameters.
                 if (id(tensor), tensor._version) not in unit.call.given:
                     tensor.register_hook(before_backward)
+            unit.unseen |= any(memory_of(tensor) in memory for tensor in tensors_in(output))
             if watched and not inside_backward() and not unit.pins:  # else it may be this rank's own call
                 unit.ahead += 1
                 unit.call.ahead = True
@@ -408,7 +471,8 @@ class Hooks:
             given = {id(tensor) for tensor in differentiable(args)}
             kept = (tensor for tensor in differentiable(kept_by(module)) if id(tensor) not in given)
             for tensor in (*differentiable(output), *kept):
-                tensor.register_hook(self._owner_watcher(unit))
+                if not isinstance(tensor, nn.Parameter):
+                    tensor.register_hook(self._owner_watcher(unit))
             if copies.active:
                 copies.see(module, output)
 

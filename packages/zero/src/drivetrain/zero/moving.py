@@ -109,9 +109,9 @@ def _tensors(kind: StateKind, sharded: ShardedModule, optimizer: ShardedOptimize
     for bucket in sharded.buckets:
         if kind is StateKind.LP_PARAMS:
             yield from _published(bucket)
-        elif kind is StateKind.HP_PARAMS and bucket.master.dtype != bucket.dtype:
+        elif kind is StateKind.HP_PARAMS and bucket.own_master and bucket.homes.states is None:
             yield bucket.master
-        elif kind is StateKind.LP_GRADS and bucket.reduced is not None:
+        elif kind is StateKind.LP_GRADS and bucket.reduced is not None and bucket.homes.gradients is None:
             yield bucket.reduced
         elif kind is StateKind.CONTIGUOUS_GRAD_BUFFER:
             local = bucket.local
@@ -120,7 +120,8 @@ def _tensors(kind: StateKind, sharded: ShardedModule, optimizer: ShardedOptimize
 
 def _published(bucket: Bucket) -> Iterator[torch.Tensor]:
     yield bucket.full
-    yield bucket.shard
+    if bucket.homes.shard is None:
+        yield bucket.shard
     if bucket.secondary is not None:
         yield bucket.secondary
     if bucket.packed is not None:
@@ -128,8 +129,10 @@ def _published(bucket: Bucket) -> Iterator[torch.Tensor]:
 
 
 def _remembered(sharded: ShardedModule, optimizer: ShardedOptimizer | None) -> Iterator[torch.Tensor]:
-    """State of single numbers stays: it is nothing, and may be on the host anyway."""
+    """State of single numbers stays: it is nothing, and may be on the host anyway. What is in a store is away."""
     yield from sharded.reducer.kept_errors()
+    if sharded.stores.states is not None:
+        return
     for state in () if optimizer is None else optimizer.optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim() and value.device.type == sharded.axis.device.type:

@@ -3,11 +3,11 @@
 The problem: a torch optimizer wants parameters with gradients; a rank has slices of them, in several dtypes. The
 idea: give the optimizer the slices. Its parameter groups keep their objects and hyperparameters (so schedules
 attached to them go on working), and each holds 1-D views of master weights instead of parameters; at stage 0 the
-views are whole and in shape.
+views are whole and in shape. Of parameters that were never trained a group remembers only that they belong to it.
 
 The step goes bucket by bucket: bring the gradients into the master weights' dtype, update, write the low-precision
 copy, send it to the others, and let the gradients go, so that fp32 gradients of one bucket exist at a time and the
-sends overlap with the next update.
+sends overlap with the next update. States that live in a store (see `store`) come and go bucket by bucket with it.
 
 What takes the loss scale off and clips is one factor. An optimizer that says ``takes_factor = True`` is called as
 ``step(factor=...)`` and multiplies on the fly, in fp32; for any other one the gradients are multiplied before.
@@ -22,8 +22,10 @@ that needs norms of whole parameters says ``needs_whole_norms = True`` and offer
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -33,6 +35,7 @@ from torch.optim import Optimizer
 
 from drivetrain.comm import Waitable, all_gather_object, all_reduce
 from drivetrain.kernels import FusedAdagrad, FusedAdam, FusedSgd, Lion
+from drivetrain.zero.adopt import Adopted, adopt
 from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
 from drivetrain.zero.clip import clip_coefficient, own_square_sum
@@ -41,6 +44,9 @@ from drivetrain.zero.matrices import Matrix, SlicedMatrices
 from drivetrain.zero.parking import OPTIMIZER_STATE
 from drivetrain.zero.precision import LossScaler
 from drivetrain.zero.state import FlatSlice
+from drivetrain.zero.store import expect, flat_slice
+
+log = logging.getLogger("drivetrain.zero")
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -113,7 +119,8 @@ class ShardedOptimizer:
     Args:
         sharded: the module.
         optimizer: made over the module's parameters, before or after sharding. Its parameter groups are pointed at the
-            shards in place, and state that it holds already is cut to them.
+            shards in place, and state that it holds already is cut to them. Frozen parameters in its groups are updated
+            once they are unfrozen.
         max_norm: clip the global gradient norm to this; 0 does not clip.
         scaler: owns the loss scale. Its scale must have multiplied the loss.
         require_all: every optimized parameter must have got a gradient on some rank.
@@ -151,13 +158,26 @@ class ShardedOptimizer:
         self._patience = patience
         self._skipped_in_a_row = 0
         self._steps = 0  # begun, by this object: for errors
+        self._torn: str | None = None  # what ended an update half-way
         self._whole_norms = bool(getattr(optimizer, "needs_whole_norms", False))
         self._whole_matrices = hasattr(optimizer, "matrix_exchange")
         self._takes_factor = bool(getattr(optimizer, "takes_factor", False))
         self._elementwise = isinstance(optimizer, ELEMENTWISE) or bool(getattr(optimizer, "elementwise", False))
+        self._by_bucket = self._elementwise or self._whole_matrices  # a parameter never lies in two buckets
         self._scalars: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        self._group_of: dict[int, int] = {}  # by the id of a parameter
+        self._tensors: dict[int, torch.Tensor] = {}  # by the id of a parameter: what the optimizer updates of it
+        self._sub_groups: list[_SubGroup] = []
+        self._told = True  # `_tell_unlisted` has nothing new to say
+        self._unlisted: frozenset[int] = frozenset()  # trained parameters in no group that were told of, by id
+        self.names: list[list[str]] = []  # by group
         self._check()
-        self._sub_groups = self._take_over()
+        self._take_groups()
+        self._held = dict(optimizer.state)  # of whole parameters, to be cut
+        optimizer.state.clear()
+        sharded.trained.tell(self._take_buckets)
+        self._unlisted = frozenset(self._find_unlisted())
+        self._told = True
 
     # construction -----------------------------------------------------------------------------------------------------
 
@@ -178,57 +198,166 @@ class ShardedOptimizer:
                 "gives an optimizer slices of parameters. Use stage 0, or set `elementwise = True` on its class if an "
                 "element's update depends on nothing but that element's own values."
             )
-        half = any(bucket.master.dtype == torch.float16 for bucket in self.sharded.trainable_buckets)
+        stores = self.sharded.stores
+        if stores.states is not None and not stores.states.in_memory and not self._by_bucket:
+            raise ValueError(
+                f"{name} needs the norms of all parameters before it updates one, so all of its states at once, and "
+                "they are in files of which a part is in memory at a time; use an optimizer that updates each element "
+                "on its own, or keep its states in memory (offload_optimizer.device cpu)"
+            )
+        self._check_half()
+
+    def _check_half(self) -> None:
+        half = any(bucket.master.dtype == torch.float16 for bucket in self.sharded.trained_buckets)
         if half and not self._takes_factor:
             raise ValueError(
-                f"{name} would be given fp16 gradients without their loss scale, since master weights are fp16, and "
+                f"{type(self.optimizer).__name__} would be given fp16 gradients without their loss scale, since master "
+                "weights are fp16, and "
                 "small ones would be 0. Use an optimizer of drivetrain.kernels, which takes the scale off in fp32, or "
                 "keep fp32 master weights"
             )
 
-    def _take_over(self) -> list[_SubGroup]:
-        """Point the optimizer's groups at this rank's slices, and return these by bucket."""
-        group_of: dict[int, int] = {}
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                group_of[id(parameter)] = index
-        known = {id(slot.parameter) for bucket in self.sharded.buckets for slot in bucket.slots}
-        strangers = sum(key not in known for key in group_of)
-        if strangers:
+    def _take_groups(self) -> None:
+        """Learn which parameters are in groups that are new."""
+        sharded = self.sharded
+        slots = {id(slot.parameter): slot for bucket in sharded.buckets for slot in bucket.slots}
+        first = len(self.names)
+        new = self.optimizer.param_groups[first:]
+        listed = [(index, id(parameter)) for index, group in enumerate(new, first) for parameter in group["params"]]
+        strangers = sum(key not in slots for _, key in listed)
+        again = [slots[key].name for _, key in listed if key in self._group_of]
+        if strangers or again:
+            if first:
+                del self.optimizer.param_groups[first:]
+            name = type(self.optimizer).__name__
             raise ValueError(
-                f"{strangers} of the {len(group_of)} parameters in {type(self.optimizer).__name__} do not belong to "
-                f"the sharded {type(self.sharded.module).__name__}"
+                f"{strangers} of the {len(listed)} parameters in {name} do not belong to the sharded "
+                f"{type(sharded.module).__name__}"
+                if strangers
+                else f"parameter '{again[0]}' is in a parameter group of {name} already; a parameter has one group"
             )
+        self._group_of.update((key, index) for index, key in listed)
+        self.names = [[] for _ in self.optimizer.param_groups]
+        for key, slot in slots.items():
+            if key in self._group_of:
+                self.names[self._group_of[key]].append(slot.name)
+
+    def _take_buckets(self) -> None:
+        """Point the optimizer's groups at this rank's slices of all that is, or was, trained."""
+        self._check_half()
+        if len(self.optimizer.param_groups) != len(self.names):
+            self._take_groups()
+        sharded = self.sharded
         count = len(self.optimizer.param_groups)
-        held = dict(self.optimizer.state)
-        self.optimizer.state.clear()
-        self._tensors: dict[int, torch.Tensor] = {}
-        self.names: list[list[str]] = [[] for _ in range(count)]
         matrices: dict[int, Matrix] = {}
         sub_groups = []
-        for bucket in self.sharded.trainable_buckets:
+        for bucket in (bucket for bucket in sharded.buckets if bucket.has_master):
             parts: list[list[_Part]] = [[] for _ in range(count)]
             for slot_index, (slot, piece) in enumerate(zip(bucket.slots, bucket.region_pieces(), strict=True)):
-                if id(slot.parameter) not in group_of:
-                    continue
-                index = group_of[id(slot.parameter)]
-                self.names[index].append(slot.name)
-                if piece.numel or self._whole_norms or self._whole_matrices:
-                    tensor = bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
-                    shaped = tensor if bucket.split else tensor.view(slot.shape)
-                    if slot.parameter in held:
-                        self.optimizer.state[shaped] = _cut_state(held[slot.parameter], slot, piece, shaped)
-                    parts[index].append(_Part(slot, slot_index, piece, shaped))
-                    self._tensors[id(slot.parameter)] = shaped
-                    matrices[id(shaped)] = Matrix(bucket, slot_index)
+                index = self._group_of.get(id(slot.parameter))
+                if index is not None and (piece.numel or self._whole_norms or self._whole_matrices):
+                    tensor = self._slice(bucket, slot, piece)
+                    parts[index].append(_Part(slot, slot_index, piece, tensor))
+                    matrices[id(tensor)] = Matrix(bucket, slot_index)
             sub_groups.append(_SubGroup(bucket, tuple(map(tuple, parts))))
+            self._move_in(sub_groups[-1])
         for index, group in enumerate(self.optimizer.param_groups):
             group["params"] = [part.tensor for sub in sub_groups for part in sub.parts[index]]
-        if self._whole_norms and self.sharded.policy.splits_optimizer:
+        if self._whole_norms and sharded.policy.splits_optimizer:
             self.optimizer.reduce_norms = self._sum_over_ranks  # type: ignore[attr-defined]
-        if self._whole_matrices and self.sharded.policy.splits_optimizer:
-            self.optimizer.matrix_exchange = SlicedMatrices(matrices, self.sharded.axis)  # type: ignore[attr-defined]
-        return sub_groups
+        if self._whole_matrices and sharded.policy.splits_optimizer:
+            self.optimizer.matrix_exchange = SlicedMatrices(matrices, sharded.axis)  # type: ignore[attr-defined]
+        self._sub_groups = sub_groups
+        self._told = False
+
+    def _slice(self, bucket: Bucket, slot: Slot, piece: Piece) -> torch.Tensor:
+        """What the optimizer updates of a parameter: the same tensor every time, as state goes by it."""
+        key = id(slot.parameter)
+        if key not in self._tensors:
+            flat = bucket.master[piece.shard_offset : piece.shard_offset + piece.numel]
+            self._tensors[key] = tensor = flat if bucket.split else flat.view(slot.shape)
+            held = self._held.pop(slot.parameter, None)
+            if held is not None:
+                self.optimizer.state[tensor] = _cut_state(held, slot, piece, tensor)
+            if bucket.master_home is not None:
+                bucket.master_home.watch(tensor, of=bucket.master, start=piece.shard_offset)
+        return self._tensors[key]
+
+    def _tell_unlisted(self) -> None:
+        """Say what was unfrozen and will not be updated: plain torch is silent too, and it takes days to find."""
+        if self._told:
+            return
+        self._told = True
+        unlisted = self._find_unlisted()
+        new = [name for key, name in unlisted.items() if key not in self._unlisted]
+        if new and self.sharded.axis.world.rank == 0:
+            log.warning(
+                "parameter '%s', one of %d that were unfrozen, is in no parameter group of the optimizer: it gets "
+                "gradients, and no step updates it. Add it with add_param_group",
+                new[0],
+                len(new),
+            )
+        self._unlisted = frozenset(unlisted)
+
+    def _find_unlisted(self) -> dict[int, str]:
+        """Names, by id, of trained parameters in no group."""
+        trained = [s for bucket in self.sharded.trained_buckets for s in bucket.slots if s.parameter.requires_grad]
+        return {id(slot.parameter): slot.name for slot in trained if id(slot.parameter) not in self._group_of}
+
+    def add_param_group(self, group: Mapping[str, Any]) -> None:
+        """Optimize more parameters of the module, with settings of their own. No communication; all ranks do the same.
+
+        The same as ``add_param_group`` of the optimizer itself, which is noticed at the next step.
+
+        Args:
+            group: ``params``, of which none is in a group yet, and settings; the optimizer's defaults hold for others.
+                Frozen ones are updated once they are unfrozen.
+
+        Raises:
+            ValueError: a parameter does not belong to the module, or is in a group already.
+        """
+        self.sharded.moved.require("add_param_group()")
+        self.optimizer.add_param_group(dict(group))
+        self._notice_groups()
+
+    def adopt(self, settings: Mapping[str, Any] | None = None) -> Adopted:
+        """Take over parameters that were added to the module, and optimize them. Collective.
+
+        One that has taken the place of another, under its name, is in that one's group; its state starts anew.
+
+        Args:
+            settings: others form a group with these settings, and the optimizer's defaults for the rest. None: they
+                join the first group.
+
+        Raises:
+            ValueError, RuntimeError: see `drivetrain.zero.adopt`.
+        """
+        before = {slot.name: slot.parameter for bucket in self.sharded.buckets for slot in bucket.named}
+        groups = {name: self._group_of.get(id(parameter)) for name, parameter in before.items()}
+        adopted = adopt(self.sharded)
+        for parameter in adopted.left.values():
+            self._group_of.pop(id(parameter), None)
+            tensor = self._tensors.pop(id(parameter), None)
+            if tensor is not None:
+                self.optimizer.state.pop(tensor, None)
+        trainable = {id(s.parameter) for bucket in self.sharded.buckets if bucket.trainable for s in bucket.slots}
+        others = []
+        for name, parameter in adopted.joined.items():
+            index = groups[name] if name in adopted.left else None if settings is not None else 0
+            if id(parameter) in trainable and index is not None:
+                self._group_of[id(parameter)] = index
+            elif id(parameter) in trainable and name not in adopted.left:
+                others.append(parameter)
+        if others:
+            self.optimizer.add_param_group({**(settings or {}), "params": others})
+        self._take_groups()
+        self._take_buckets()
+        return adopted
+
+    def _notice_groups(self) -> None:
+        """Take over groups that were added to the optimizer."""
+        if len(self.optimizer.param_groups) != len(self.names):
+            self._take_buckets()
 
     def _sum_over_ranks(self, values: torch.Tensor) -> None:
         all_reduce(values, self.sharded.axis, purpose=f"norms of parameters in optimizer step {self._steps}").wait()
@@ -255,7 +384,9 @@ class ShardedOptimizer:
             NonFiniteGradientError: steps were skipped too often in a row.
         """
         sharded = self.sharded
+        self._require_whole("an optimizer step")
         sharded.moved.require("an optimizer step")
+        self._notice_groups()
         if any(unit.pins for unit in sharded.units):
             raise RuntimeError(
                 f"rank {sharded.axis.world.rank}: step() inside a `gathered` or `resident` context, whose whole "
@@ -267,35 +398,43 @@ class ShardedOptimizer:
         sharded.residency.release_all()
         sharded.reducer.drain()
         scale = self.scaler.scale
+        self._steps += 1
         norm = self._survey() / (scale * divisor)
         sharded.reducer.agree_on_order()
+        self._tell_unlisted()
         finite = math.isfinite(norm)
         if not finite and self._skip_non_finite:
             return self._skip(norm, scale)
         self._skipped_in_a_row = 0
         coefficient = clip_coefficient(norm, self.max_norm)
-        self._update(coefficient / (scale * divisor))
+        try:
+            self._update(coefficient / (scale * divisor))
+        except BaseException as error:
+            self._torn = f"the update of step {self._steps} failed ({type(error).__name__}: {error})"
+            raise
         self.scaler.update(overflow=False)
         return StepResult(stepped=True, reason=None, grad_norm=norm, clip_coefficient=coefficient, loss_scale=scale)
 
-    def _survey(self) -> float:
+    def _survey(self, *, again: bool = False) -> float:
         """Agree with all ranks on what was used and what is unreduced; return the norm of the scaled gradients."""
         sharded, device = self.sharded, self.sharded.axis.control_device
-        buckets, reducer = sharded.trainable_buckets, sharded.reducer
-        flags = [float(flag) for flag in reducer.unsent()]
+        buckets, reducer = sharded.trained_buckets, sharded.reducer
+        flags = [float(reducer.stray), *(float(flag) for flag in reducer.unsent())]
         flags += [float(used) for bucket in buckets for used in bucket.used]
-        squares = own_square_sum(buckets, device)
-        self._steps += 1
+        squares = own_square_sum((bucket.own_square_sum() for bucket in buckets), device)
         purpose = f"gradient norm of optimizer step {self._steps}"
         survey = torch.cat((squares.view(1), torch.tensor(flags, dtype=torch.float64, device=device)))
         all_reduce(survey, sharded.axis, purpose=purpose).wait()
         # The norms of replicas are the same, what they used is not.
         all_reduce(survey, sharded.ranks.replicas, op="max", purpose=purpose).wait()
-        total, *counts = survey.tolist()
+        total, stray, *counts = survey.tolist()
+        if stray and not again:  # parameters were unfrozen, and since then only a part of the module was called
+            sharded.trained.agree()
+            return self._survey(again=True)
         unsent = [count > 0 for count in counts[: len(buckets)]]
         if any(unsent):
             reducer.reduce(unsent)
-            squares = own_square_sum(buckets, device)
+            squares = own_square_sum((bucket.own_square_sum() for bucket in buckets), device)
             all_reduce(squares, sharded.axis, purpose=purpose).wait()
             total = squares.item()
         used = iter(counts[len(buckets) :])
@@ -312,8 +451,8 @@ class ShardedOptimizer:
         return torch.tensor(total, dtype=torch.float64).sqrt().to(torch.float32).item()
 
     def _refuse_unused(self) -> None:
-        buckets = self.sharded.trainable_buckets
-        unused = [s.name for b in buckets for s, used in zip(b.slots, b.used, strict=True) if not used]
+        slots = ((s, used) for b in self.sharded.trained_buckets for s, used in zip(b.slots, b.used, strict=True))
+        unused = [slot.name for slot, used in slots if not used and slot.parameter.requires_grad]
         if unused:
             raise RuntimeError(
                 f"{len(unused)} parameters got no gradient on any rank in this step, the first is '{unused[0]}'; use "
@@ -343,11 +482,12 @@ class ShardedOptimizer:
         found = None
         for sub in self._sub_groups:
             reduced = sub.bucket.reduced
-            for part in sub:
-                if found is None and reduced is not None:
-                    piece = part.piece
-                    values = reduced[piece.shard_offset : piece.shard_offset + piece.numel]
-                    found = None if bool(torch.isfinite(values).all()) else part.slot.name
+            with sub.bucket.gradients_at_hand(changes=False):
+                for part in sub:
+                    if found is None and reduced is not None:
+                        piece = part.piece
+                        values = reduced[piece.shard_offset : piece.shard_offset + piece.numel]
+                        found = None if bool(torch.isfinite(values).all()) else part.slot.name
         purpose = "the first parameter whose gradient is not finite"
         everywhere = [name for name in all_gather_object(found, self.sharded.axis, purpose=purpose) if name]
         return f"'{everywhere[0]}'" if everywhere else "none that the optimizer updates"
@@ -355,21 +495,25 @@ class ShardedOptimizer:
     def _update(self, factor: float) -> None:
         arriving: list[Waitable] = []
         written: list[dict[str, Any]] = []
-        by_bucket = self._elementwise or self._whole_matrices  # a parameter never lies in two buckets
-        batches = [[sub] for sub in self._sub_groups] if by_bucket else [self._sub_groups]
+        trained = [sub for sub in self._sub_groups if sub.bucket.trained]
+        batches = [[sub] for sub in trained] if self._by_bucket else [trained]
+        expect(home for sub in trained for home in sub.bucket.homes.for_step())
         for batch in batches:
-            for sub in batch:
-                self._give_gradients(sub, factor)
-            written = self._run_optimizer(batch, factor)
-            for sub in batch:
-                bucket = sub.bucket
-                for part in sub:
-                    part.tensor.grad = None
-                bucket.reduced = None
-                bucket.publish_master()
-                self._tell_autograd(bucket)
-                if bucket.resident and bucket.split:
-                    arriving.append(self.sharded.parameters.start(bucket, during=f"optimizer step {self._steps}"))
+            with ExitStack() as stack:
+                for sub in batch:
+                    stack.enter_context(sub.bucket.gradients_at_hand(changes=False))
+                    stack.enter_context(self._at_hand(sub))
+                    self._give_gradients(sub, factor)
+                written = self._run_optimizer(batch, factor)
+                for sub in batch:
+                    bucket = sub.bucket
+                    for part in sub:
+                        part.tensor.grad = None
+                    bucket.forget_gradients()
+                    bucket.publish_master()
+                    self._tell_autograd(bucket)
+                    if bucket.resident and bucket.split:
+                        arriving.append(self.sharded.parameters.start(bucket, during=f"optimizer step {self._steps}"))
         for group, copy in zip(self.optimizer.param_groups, written, strict=True):
             group.update((key, value) for key, value in copy.items() if key != "params")
         for handle in arriving:
@@ -377,6 +521,31 @@ class ShardedOptimizer:
         torch.clear_autocast_cache()  # rounded copies of what has changed, where autocast reaches beyond a step
         self.sharded.reducer.clear()
         self.sharded.reducer.step_taken(trusted=True)
+
+    @contextmanager
+    def _at_hand(self, sub: _SubGroup) -> Iterator[None]:
+        """The masters and the state of ``sub`` can be read and written; state that is made meanwhile stays with it."""
+        with sub.bucket.at_hand(changes=True):
+            yield
+            self._move_in(sub)
+
+    def _move_in(self, sub: _SubGroup) -> None:
+        """Where state lives in a store: let there be all state that there is now."""
+        home, living = sub.bucket.homes.states, self._living_with(sub)
+        if home is not None and not home.holds(living):
+            home.move_in(living)
+
+    def _living_with(self, sub: _SubGroup) -> list[torch.Tensor]:
+        """What of ``sub`` lives in a store together: master weights and what the optimizer has of it."""
+        masters = [sub.bucket.master] if sub.bucket.own_master else []
+        return [*masters, *self._remembered(sub)]
+
+    def _remembered(self, sub: _SubGroup) -> Iterator[torch.Tensor]:
+        """What the optimizer has of ``sub``, but for single numbers."""
+        for part in sub:
+            for value in self.optimizer.state.get(part.tensor, {}).values():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    yield value
 
     def _tell_autograd(self, bucket: Bucket) -> None:
         """Parameters changed behind autograd's back: let it refuse a backward pass over a graph from before."""
@@ -391,7 +560,7 @@ class ShardedOptimizer:
         wanted, gradients = bucket.master.dtype, bucket.reduced
         if factor != 1.0 and not self._takes_factor:
             gradients = gradients.to(torch.promote_types(gradients.dtype, wanted)).mul_(factor)
-        gradients = gradients.to(wanted)
+        gradients = gradients.to(bucket.master.device, wanted)
         for part in sub:
             if bucket.used[part.slot_index]:
                 piece = part.piece
@@ -427,10 +596,11 @@ class ShardedOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's own state on this rank (master weights not included, nor what is away)."""
+        """Bytes of the optimizer's own state on this rank (without master weights, and what is away or in a store)."""
         if set(OPTIMIZER_STATE) & set(self.sharded.moved.away):
             return 0
-        values = (value for state in self.optimizer.state.values() for value in state.values())
+        here = (part for sub in self._sub_groups if sub.bucket.homes.states is None for part in sub)
+        values = (value for part in here for value in self.optimizer.state.get(part.tensor, {}).values())
         return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
@@ -461,7 +631,7 @@ class ShardedOptimizer:
         schema: Mapping[str, Mapping[str, str]],
         saved_as: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
-        """Allocate state to load into.
+        """Allocate state to load into, also for parameters that are frozen now if some is stored.
 
         State that has a value for each element takes the dtype that this optimizer gives it: those of
         ``drivetrain.kernels`` say which (``state_dtype_of``), and torch's make it like the master weights. Others are
@@ -477,7 +647,26 @@ class ShardedOptimizer:
         self.sharded.moved.require("loading optimizer state", OPTIMIZER_STATE)
         self.optimizer.state.clear()
         self._scalars.clear()
-        for _, part, _ in self._parts():
+        self._make_masters(stored)
+        for sub in self._sub_groups:
+            self._prepare_state(sub, stored, schema, saved_as)
+
+    def _require_whole(self, doing: str) -> None:
+        """Refuse ``doing`` after an update that ended half-way."""
+        if self._torn is not None:
+            raise RuntimeError(
+                f"rank {self.sharded.axis.world.rank}: {doing} after {self._torn}, which left some parameters updated "
+                "and others not; load a checkpoint first"
+            )
+
+    def _prepare_state(
+        self,
+        sub: _SubGroup,
+        stored: Mapping[str, Mapping[str, torch.Size]],
+        schema: Mapping[str, Mapping[str, str]],
+        saved_as: Mapping[str, torch.dtype],
+    ) -> None:
+        for part in sub:
             name = part.slot.name
             for key, shape in stored.get(name, {}).items():
                 kind, dtype = schema[key]["kind"], getattr(torch, schema[key]["dtype"])
@@ -493,6 +682,18 @@ class ShardedOptimizer:
                 else:
                     state[key] = {"int": 0, "float": 0.0, "bool": False}[kind]
                     self._scalars[part.tensor, key] = torch.zeros((), dtype=dtype)
+        home = sub.bucket.homes.states
+        if home is not None:
+            home.remake(self._living_with(sub))
+
+    def _make_masters(self, names: Collection[str]) -> None:
+        """Have slices of frozen parameters in ``names``, as if they had been trained here."""
+        optimized = {name for group in self.names for name in group}
+        wanted = optimized.intersection(names)
+        for bucket in self.sharded.buckets:
+            if bucket.trainable and any(slot.name in wanted for slot in bucket.slots):
+                bucket.make_master()
+        self._take_buckets()
 
     def _state_dtype(self, tensor: torch.Tensor, saved: torch.dtype, *, same_master: bool) -> torch.dtype:
         if not saved.is_floating_point:
@@ -512,6 +713,8 @@ class ShardedOptimizer:
         For saving, ranks give disjoint slices; for loading, each gives all that it wants filled.
         """
         self.sharded.moved.require("saving or loading optimizer state", OPTIMIZER_STATE)
+        if purpose == "save":
+            self._require_whole("saving")
         slices: dict[str, FlatSlice] = {}
         writes = self.sharded.ranks.writes
         for bucket, part, own in self._parts():
@@ -520,17 +723,15 @@ class ShardedOptimizer:
                 if kind != "elementwise":
                     whole = value if kind == "tensor" else self._scalar(part.tensor, key, value)
                     first = own.start == 0 and (own.numel > 0 or (part.slot.numel == 0 and bucket.axis.rank == 0))
-                    slices[name] = FlatSlice(data=whole.view(-1), offset=0, shape=whole.shape, writes=first and writes)
+                    window, offset, shape = slice(0, whole.numel()), 0, whole.shape
                 elif bucket.split or purpose == "load":
-                    slices[name] = FlatSlice(
-                        data=value.view(-1),
-                        offset=part.piece.start,
-                        shape=part.slot.shape,
-                        writes=bucket.split and writes,
-                    )
+                    whole, first = value, bucket.split
+                    window, offset, shape = slice(0, value.numel()), part.piece.start, part.slot.shape
                 else:
-                    data = value.view(-1)[own.start : own.start + own.numel]
-                    slices[name] = FlatSlice(data=data, offset=own.start, shape=part.slot.shape, writes=writes)
+                    whole, first = value, True
+                    window, offset, shape = slice(own.start, own.start + own.numel), own.start, part.slot.shape
+                home = bucket.homes.states if whole.dim() else None
+                slices[name] = flat_slice(whole, window, home, offset=offset, shape=shape, writes=first and writes)
         return slices
 
     def _scalar(self, tensor: torch.Tensor, key: str, value: float) -> torch.Tensor:
@@ -539,6 +740,7 @@ class ShardedOptimizer:
 
     def finish_load(self) -> None:
         """After a load filled the slices: put numbers that are no tensors back, in their own type."""
+        self._torn = None
         for (tensor, key), value in self._scalars.items():
             state = self.optimizer.state[tensor]
             state[key] = type(state[key])(value.item())
@@ -546,6 +748,7 @@ class ShardedOptimizer:
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Each parameter group's settings and the names of its parameters. JSON-able where the settings are."""
+        self._notice_groups()
         groups = zip(self.optimizer.param_groups, self.names, strict=True)
         return [{**{k: v for k, v in group.items() if k != "params"}, "params": names} for group, names in groups]
 

@@ -45,13 +45,14 @@ class _Lane:
 
     bucket: Bucket
     gaps: list[slice]
+    expected: int = 0  # slots that are trained
     filled: list[bool] = field(default_factory=list)  # slots of bucket.local that hold gradients
     arrived: set[int] = field(default_factory=set)  # slots that got a gradient in this pass
     sent: bool = False
 
     @property
     def full(self) -> bool:
-        return len(self.arrived) == len(self.bucket.slots)
+        return 0 < self.expected <= len(self.arrived)
 
 
 def _gaps(bucket: Bucket) -> list[slice]:
@@ -65,7 +66,7 @@ class GradientReducer:
     """Collects gradients into buckets and reduces them.
 
     Args:
-        buckets: the trainable buckets, in model order.
+        buckets: those that can be trained, in model order. Only what is trained takes part; see `set_trained`.
         exchange: how a bucket is reduced.
         ranks: the ranks that train.
         overlap: send buckets during backward rather than at its end.
@@ -78,22 +79,50 @@ class GradientReducer:
     def __init__(
         self, buckets: Sequence[Bucket], exchange: GradientExchange, ranks: Ranks, *, overlap: bool, gathers: bool
     ) -> None:
-        self._lanes = [_Lane(bucket, _gaps(bucket)) for bucket in buckets]
+        self._lanes: list[_Lane] = []
+        self._lane_of: dict[Bucket, int] = {}
         self._exchange = exchange
         self._ranks = ranks
         self._overlap = overlap
         self._gathers = gathers
         self.alike = False
-        self._rows = [index for index, bucket in enumerate(buckets) if bucket.row_width is not None]
-        # Small parameters that stay whole lie together, from all over the model: theirs is full when the pass ends.
-        backwards = sorted(range(len(buckets)), key=lambda index: (buckets[index].resident, -index))
-        self._order = [index for index in backwards if index not in self._rows]
+        self._active: list[int] = []  # lanes of what is trained
+        self._rows: list[int] = []
+        self._order: list[int] = []
         self._turn = 0  # how many of the order have been sent in this pass
         self._due = 0  # how many of the order all ranks send before they wait for anything else
         self._observed: list[int] = []
-        self._agreed = len(self._order) < 2
+        self._agreed = True
         self._pending: deque[Pending] = deque()
         self._averaging: list[Waitable] = []
+        self.extend(buckets)
+
+    def extend(self, buckets: Sequence[Bucket]) -> None:
+        """Reduce these too. Outside of backward passes; `set_trained` follows."""
+        for bucket in buckets:
+            self._lane_of[bucket] = len(self._lanes)
+            self._lanes.append(_Lane(bucket, _gaps(bucket)))
+
+    def lane(self, bucket: Bucket) -> int:
+        """By which number `take` and `due` know ``bucket``."""
+        return self._lane_of[bucket]
+
+    def set_trained(self) -> None:
+        """Other buckets, or parameters in them, are trained from here on, on all ranks.
+
+        Not during a backward pass. Gradients for others are kept until `stray` is asked.
+        """
+        self.drain()
+        for lane in self._lanes:
+            slots = lane.bucket.slots if lane.bucket.trained else ()
+            lane.expected = sum(slot.parameter.requires_grad for slot in slots)
+        self._active = [index for index, lane in enumerate(self._lanes) if lane.bucket.trained]
+        self._rows = [index for index in self._active if self._lanes[index].bucket.row_width is not None]
+        # Small parameters that stay whole lie together, from all over the model: theirs is full when the pass ends.
+        backwards = sorted(self._active, key=lambda index: (self._lanes[index].bucket.resident, -index))
+        self._order = [index for index in backwards if index not in self._rows]
+        self._observed.clear()
+        self._agreed = len(self._order) < 2
 
     @torch.no_grad()
     def take(self, lane_index: int, slot_index: int, gradient: torch.Tensor, *, reduces: bool) -> None:
@@ -170,7 +199,9 @@ class GradientReducer:
     def abandon_backward(self) -> None:
         """The backward pass died of an exception: forget its progress, and every gradient of the current step."""
         self.finish_backward(reduces=False, closes=False)
-        self.drain()
+        while self._pending:
+            self._pending.popleft().drop()
+        self._finish_averaging()
         self.clear()
 
     def _send_in_turn(self, until: int) -> None:
@@ -241,18 +272,25 @@ class GradientReducer:
         buckets = (lane.bucket for lane in self._lanes)
         return bool(self._pending) or any(b.local is not None or b.reduced is not None for b in buckets)
 
+    @property
+    def stray(self) -> bool:
+        """Whether this rank holds gradients of a bucket that ranks have not agreed to train."""
+        buckets = (lane.bucket for lane in self._lanes)
+        return any(not b.trained and (b.local is not None or b.reduced is not None) for b in buckets)
+
     def unsent(self) -> list[bool]:
-        """For each bucket, whether this rank holds gradients of it that have not been reduced over all ranks."""
+        """For each trained bucket, whether this rank holds gradients of it that are not reduced over all ranks."""
         replicated = self._ranks.replicas.size > 1
-        buckets = [lane.bucket for lane in self._lanes]
+        buckets = [self._lanes[index].bucket for index in self._active]
         return [b.local is not None or (replicated and b.reduced is not None and not b.averaged) for b in buckets]
 
     def reduce(self, which: Sequence[bool]) -> None:
-        """Reduce the buckets that any rank holds gradients of; all ranks must pass the same ``which``."""
+        """Reduce the trained buckets that any rank holds gradients of; all ranks must pass the same ``which``."""
+        wanted = {index for index, chosen in zip(self._active, which, strict=True) if chosen}
         for index in self._order:
-            if which[index]:
+            if index in wanted:
                 self._send(self._lanes[index])
-        self._send_rows([index for index in self._rows if which[index]])
+        self._send_rows([index for index in self._rows if index in wanted])
         self.average_replicas()
         self.drain()
 
@@ -278,6 +316,5 @@ class GradientReducer:
         """Forget all gradients."""
         for lane in self._lanes:
             lane.bucket.local = None
-            lane.bucket.reduced = None
-            lane.bucket.averaged = False
+            lane.bucket.forget_gradients()
             lane.bucket.used = [False] * len(lane.bucket.slots)

@@ -14,7 +14,11 @@ import torch
 
 from drivetrain.zero.order import Phase, UseOrder
 from drivetrain.zero.policy import Policy
+from drivetrain.zero.store import Home, expect
 from drivetrain.zero.unit import Presence, Unit
+
+NEAR = 8
+"""Shards in a store that it is told of ahead of their gathers: more than it has room for, usually."""
 
 
 class Residency:
@@ -26,18 +30,24 @@ class Residency:
         presence: what ``units`` count in.
 
     Attributes:
+        presence: the same.
         held: the end of a use releases nothing, until `release_all`. For graphs that no hook sees: backward's own.
         others: let go what else is whole, outside of units: called by `release_all`.
     """
 
     def __init__(self, units: Sequence[Unit], policy: Policy, presence: Presence) -> None:
-        self._units = units
         self._policy = policy
-        self._presence = presence
-        self._total = sum(unit.numel for unit in units if not unit.resident)
-        self.order = UseOrder()
+        self.presence = presence
+        self.adopt(units)
         self.held = False
         self.others: list[Callable[[], None]] = []
+
+    def adopt(self, units: Sequence[Unit]) -> None:
+        """Go on with ``units``, the known ones at the same places; nothing that can be released is whole."""
+        self._units = units
+        self._total = sum(unit.numel for unit in units if not unit.resident)
+        self._stored = any(bucket.homes.shard is not None for unit in units for bucket in unit.buckets)
+        self.order = UseOrder()
 
     @property
     def all_pinned(self) -> bool:
@@ -56,8 +66,21 @@ class Residency:
         _refuse_transforms(unit)
         self.order.record(unit.index, phase)
         unit.start_gather(during=phase.value)
+        if self._stored:
+            self._expect()
         self._prefetch(unit, phase)
         unit.finish_gather()
+
+    def _expect(self) -> None:
+        """Let stores bring shards near that will be gathered soon."""
+        homes: list[Home] = []
+        for index in self.order.upcoming():
+            unit = self._units[index]
+            if not (unit.live or unit.in_flight):
+                homes += (bucket.homes.shard for bucket in unit.buckets if bucket.homes.shard is not None)
+            if len(homes) >= NEAR:
+                break
+        expect(homes)
 
     def restore(self, unit: Unit) -> None:
         """Return once ``unit``, which was let go too early, is readable again. Nothing to go by the next time."""
@@ -65,7 +88,7 @@ class Residency:
         unit.finish_gather()
 
     def _prefetch(self, current: Unit, phase: Phase) -> None:
-        if self._presence.live + self._presence.coming >= self._total:
+        if self.presence.live + self.presence.coming >= self._total:
             return
         budget = self._policy.prefetch_numel
         ahead = 0
@@ -90,7 +113,7 @@ class Residency:
         if limit < 0:
             return False
         most = self._policy.max_live_numel
-        if most is not None and self._presence.live > most:
+        if most is not None and self.presence.live > most:
             return False
         if limit >= self._total:
             return self.order.expects_again(unit.index)

@@ -74,13 +74,17 @@ class PendingRows:
                 purpose = f"rows of the gradients of {bucket.title}"
                 self._handles.append(all_gather(whole.view(-1), padded.view(-1), axis, purpose=purpose))
 
+    def drop(self) -> None:
+        """Block until the rows are here, and forget them."""
+        for handle in self._handles or ():
+            handle.wait()
+        self._handles = None
+
     def wait(self) -> None:
         """Block until the rows are here and added. Further calls do nothing."""
         if self._handles is None:
             return
-        for handle in self._handles:
-            handle.wait()
-        self._handles = None
+        self.drop()
         bucket, region, width = self.bucket, self.bucket.region, self._values.shape[2]
         first, last = region.start // width, -(-region.stop // width)
         parts = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from drivetrain.comm import Waitable
@@ -70,12 +71,11 @@ class Unit:
         self.index = index
         self.name = name
         self.modules = tuple(modules)
-        self.buckets = tuple(buckets)
         self._exchange = exchange
         self._presence = presence
-        self.numel = sum(b.numel for b in buckets)
         self.resident = all(b.resident for b in buckets)
         self.live = self.resident
+        self.set_buckets(buckets)
         self.call = Call()
         self.open_calls: set[Call] = set()
         self.unseen = False
@@ -84,6 +84,11 @@ class Unit:
         self.pins = 0
         self._handles: list[Waitable] | None = None
 
+    def set_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Consist of these, which are resident like those before. While it is released, if it can be."""
+        self.buckets = tuple(buckets)
+        self.numel = sum(bucket.numel for bucket in buckets)
+
     @property
     def in_flight(self) -> bool:
         return self._handles is not None
@@ -91,7 +96,8 @@ class Unit:
     @property
     def trainable_count(self) -> int:
         """Parameters that a backward pass can bring a gradient for now."""
-        return sum(slot.parameter.requires_grad for b in self.buckets if b.trainable for slot in b.slots)
+        with torch._C.DisableTorchFunctionSubclass():
+            return sum(slot.parameter.requires_grad for b in self.buckets if b.trained for slot in b.slots)
 
     @property
     def done(self) -> bool:

@@ -22,9 +22,10 @@ from drivetrain.engine.config.schema.persist import Checkpoint
 from drivetrain.engine.config.schema.precision import Bf16, DataTypes, Fp16
 from drivetrain.engine.config.schema.scheduler import Scheduler
 from drivetrain.engine.config.schema.top import Config, Drivetrain
-from drivetrain.engine.config.schema.zero import ZeroOptimization
+from drivetrain.engine.config.schema.zero import Aio, OffloadOptimizer, OffloadParam, ZeroOptimization
 
 __all__ = [
+    "Aio",
     "BatchSizes",
     "Bf16",
     "Checkpoint",
@@ -37,6 +38,8 @@ __all__ = [
     "Examination",
     "Fp16",
     "Notice",
+    "OffloadOptimizer",
+    "OffloadParam",
     "Optimizer",
     "Problem",
     "Scheduler",

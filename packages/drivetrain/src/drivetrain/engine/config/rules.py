@@ -146,6 +146,34 @@ def _frozen_below_stage_3(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _offload_fits(config: Config) -> Iterator[Conflict]:
+    zero = config.zero_optimization
+    sections = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
+    for name, section in sections.items():
+        if section is None or section.device == "none":
+            continue
+        least = 3 if name == "offload_param" else 1
+        if zero.stage < least:
+            what = "shards of parameters are" if name == "offload_param" else "a shard of the states is"
+            yield Conflict(
+                path=f"zero_optimization.{name}.device",
+                message=f"{what} what moves out, and ZeRO stage {zero.stage} has none",
+                hint=f'use "stage": {least}' + ("" if least == 3 else " or above"),
+            )
+        if section.device == "nvme" and not section.nvme_path:
+            yield Conflict(
+                path=f"zero_optimization.{name}.nvme_path",
+                message='device "nvme" needs a folder on the disk, and there is none',
+                hint='write "nvme_path": "/path/on/the/disk"',
+            )
+        if section.device == "nvme" and section.buffer_count < 2:
+            yield Conflict(
+                path=f"zero_optimization.{name}.buffer_count",
+                message="states and gradients are in a buffer each while they are used, and there is one buffer",
+                hint="use at least 2; from 4 on, reads and writes overlap with the update",
+            )
+
+
 def _even_bucket(config: Config) -> Iterator[Conflict]:
     size = config.zero_optimization.allgather_bucket_size
     if size % 2:
@@ -242,6 +270,17 @@ RULES = (
     Rule(
         reads=("zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.stage"),
         check=_frozen_below_stage_3,
+    ),
+    Rule(
+        reads=(
+            "zero_optimization.stage",
+            *(
+                f"zero_optimization.{section}.{key}"
+                for section in ("offload_param", "offload_optimizer")
+                for key in ("device", "nvme_path", "buffer_count")
+            ),
+        ),
+        check=_offload_fits,
     ),
     Rule(reads=("zero_optimization.allgather_bucket_size",), check=_even_bucket),
     Rule(reads=("data_types.param_dtype", "fp16.enabled", "bf16.enabled"), check=_param_dtype),

@@ -247,7 +247,7 @@ class Config(Section):
         Key(
             "With optimizer offload, insist on the CPU optimizer.",
             NO_EFFECT,
-            differs="There is no optimizer offload in this version.",
+            differs="Every optimizer of this family runs where its states are, on the host in C++.",
         ),
     ] = True
     activation_checkpointing: Annotated[
@@ -334,8 +334,6 @@ class Config(Section):
         Aio,
         Key(
             "File access for NVMe offload.",
-            NO_EFFECT,
-            differs="It tunes NVMe offload, which this version does not have.",
         ),
     ] = Field(default_factory=Aio)
 

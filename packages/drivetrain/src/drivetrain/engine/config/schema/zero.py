@@ -21,7 +21,6 @@ from drivetrain.engine.config.schema.keys import (
     Positive,
     Renamed,
     Section,
-    Text,
     Texts,
     in_any_case,
     lowered,
@@ -56,6 +55,11 @@ Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered), in_
 AutoOrInt = Annotated[int | Literal["auto"], BeforeValidator(_whole_or_auto)]
 
 
+_FOLDERS = "A list names one folder on each of several disks, among which the data are divided."
+_FOLDER = Key("Folder on the NVMe disk, or a list of folders.", differs=_FOLDERS)
+_PINNED = Key("Use page-locked host memory, where there is a GPU to send it to.")
+
+
 class _Offload(Section):
     shorthand: ClassVar[str] = "device"
 
@@ -68,25 +72,54 @@ class _Offload(Section):
 class OffloadParam(_Offload):
     """Where the parameters' shards live at stage 3."""
 
-    nvme_path: Annotated[Text | None, Key("Folder on the NVMe disk.")] = None
+    nvme_path: Annotated[Texts | None, _FOLDER] = None
     buffer_count: Annotated[Positive, Key("Buffers between host memory and disk.")] = 5
-    buffer_size: Annotated[Positive, Key("Elements in a buffer.")] = 100_000_000
+    buffer_size: Annotated[
+        Positive,
+        Key(
+            "Most elements that a buffer holds.",
+            differs="Without this key they are as large as the largest shard; with it, a larger shard is an error.",
+        ),
+    ] = 100_000_000
     max_in_cpu: Annotated[Count, Key("Parameter elements kept in host memory when the device is nvme.")] = 1_000_000_000
-    pin_memory: Annotated[Flag, Key("Use page-locked host memory.")] = True
+    pin_memory: Annotated[Flag, _PINNED] = True
 
 
 class OffloadOptimizer(_Offload):
-    """Where the optimizer's state lives."""
+    """Where master weights, the optimizer's state and reduced gradients live."""
 
-    nvme_path: Annotated[Text | None, Key("Folder on the NVMe disk.")] = None
+    nvme_path: Annotated[Texts | None, _FOLDER] = None
     buffer_count: Annotated[Positive, Key("Buffers between host memory and disk.")] = 4
-    pin_memory: Annotated[Flag, Key("Use page-locked host memory.")] = True
-    pipeline_read: Annotated[Flag, Key("Read the next tile while this one is updated.")] = False
-    pipeline_write: Annotated[Flag, Key("Write the last tile while this one is updated.")] = False
-    fast_init: Annotated[Flag, Key("Set up the state on the disk in fewer, larger writes.")] = False
-    ratio: Annotated[Fraction, Key("Share of the state that is moved out (Twin-Flow); below 1 at stage 3 only.")] = 1.0
-    super_offload: Annotated[Flag, Key("Speculative steps on the host, with rollback; stage 3 only.")] = False
-    cpuadam_cores_perc: Annotated[Fraction, Key("Share of the host's cores for the update.")] = 0.8
+    pin_memory: Annotated[Flag, _PINNED] = True
+    pipeline_read: Annotated[
+        Flag, Key("Read the next tile while this one is updated.", differs="Upstream's default is false.")
+    ] = True
+    pipeline_write: Annotated[
+        Flag, Key("Write the last tile while this one is updated.", differs="Upstream's default is false.")
+    ] = True
+    fast_init: Annotated[
+        Flag,
+        Key(
+            "Set up the state on the disk in fewer, larger writes.",
+            NO_EFFECT,
+            differs="A tile is written once when it is made, in one piece.",
+        ),
+    ] = False
+    ratio: Annotated[
+        Fraction,
+        Key(
+            "Share of the state that is moved out (Twin-Flow).",
+            differs="By elements, at stages 1 to 3 and with any optimizer; upstream counts tiles, at stage 3.",
+        ),
+    ] = 1.0
+    super_offload: Annotated[
+        Flag,
+        Key("Speculative steps on the host, with rollback; stage 3 only.", PLANNED, feature="SuperOffload"),
+    ] = False
+    cpuadam_cores_perc: Annotated[
+        Fraction,
+        Key("Share of the host's cores for the update.", NO_EFFECT, differs="It belongs to SuperOffload."),
+    ] = 0.8
 
 
 class ZenFlow(Section):
@@ -223,28 +256,23 @@ class ZeroOptimization(Section):
     offload_param: Annotated[
         OffloadParam | None,
         Key(
-            "Keep parameters off the device.",
-            PLANNED,
-            feature="parameter offload",
-            instead="train at stage 3 on more ranks",
+            "Keep the shards of parameters off the device; stage 3 only.",
+            differs="On a CPU, device cpu changes nothing.",
         ),
     ] = None
     offload_optimizer: Annotated[
         OffloadOptimizer | None,
         Key(
-            "Keep the optimizer's state off the device.",
-            PLANNED,
-            feature="optimizer offload",
-            instead="use more ranks at stage 1 to 3",
+            "Keep the optimizer's state off the device; stages 1 to 3.",
+            differs="On a CPU, device cpu changes nothing. Device nvme is for all of these stages.",
         ),
     ] = None
     zenflow: Annotated[ZenFlow | None, Key("Offload without stalls.", PLANNED, feature="ZenFlow")] = None
     sub_group_size: Annotated[
         Positive,
         Key(
-            "Elements that the optimizer updates at a time at stage 3.",
-            NO_EFFECT,
-            differs="For offload, which this version does not have; on the device a shard is updated as a whole.",
+            "Elements of a rank's shard that are brought in from elsewhere, and updated, at a time.",
+            differs="For states that are offloaded; a single parameter is never divided.",
         ),
     ] = 1_000_000_000
     prefetch_bucket_size: Annotated[
@@ -413,7 +441,14 @@ class Aio(Section):
     block_size: Annotated[Positive, Key("Bytes of one request.")] = 1_048_576
     queue_depth: Annotated[Positive, Key("Requests in flight.")] = 8
     intra_op_parallelism: Annotated[Positive, Key("Threads that share one read or write.")] = 1
-    single_submit: Annotated[Flag, Key("Submit requests one by one.")] = False
-    overlap_events: Annotated[Flag, Key("Submit and collect at the same time.")] = True
-    use_gds: Annotated[Flag, Key("Move data from disk to GPU directly.")] = False
-    thread_count: Annotated[Positive | None, Key("Documented upstream, where nothing reads it.")] = None
+    single_submit: Annotated[
+        Flag, Key("Submit requests one by one.", NO_EFFECT, differs="The queue submits what there is.")
+    ] = False
+    overlap_events: Annotated[
+        Flag, Key("Submit and collect at the same time.", NO_EFFECT, differs="The queue always does.")
+    ] = True
+    use_gds: Annotated[Flag, Key("Move data from disk to GPU directly.", PLANNED, feature="GPUDirect storage")] = False
+    thread_count: Annotated[
+        Positive | None,
+        Key("Threads.", NO_EFFECT, differs="Nothing reads it upstream either; see intra_op_parallelism."),
+    ] = None
