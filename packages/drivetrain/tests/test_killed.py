@@ -227,10 +227,13 @@ WITH_ITS_DATA_WRITTEN = [Kill("data-written", 6, 1, None, ["global_step3"])]
 @pytest.mark.parametrize(
     ("options", "kills", "last_nproc"),
     [
-        (("--stage", "0", "--dropout", "0.1"), BACKWARD_TO_RENAME, 2),
-        (("--stage", "3"), WITH_ITS_DATA_WRITTEN, 3),
+        pytest.param(("--stage", "0", "--dropout", "0.1"), BACKWARD_TO_RENAME, 2, id="stage 0"),
+        pytest.param(
+            *(("--stage", "3"), WITH_ITS_DATA_WRITTEN, 3),
+            id="stage 3, and in the end at another world size",
+            marks=pytest.mark.thorough,
+        ),
     ],
-    ids=["stage 0", "stage 3, and in the end at another world size"],
 )
 def test_a_run_that_is_killed_again_and_again_loses_nothing(
     tmp_path: Path, options: tuple[str, ...], kills: list[Kill], last_nproc: int

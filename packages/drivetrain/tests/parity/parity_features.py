@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from parity_models import Model
-from parity_recipe import Feature, Groups, Precision, Refusal, Side
+from parity_recipe import DISK, Feature, Groups, Precision, Refusal, Side
 
 from drivetrain.kernels import Lamb, Lion, Muon, dequantize, quantize
 from drivetrain.zero import INT8_WEIGHTS
@@ -188,6 +188,22 @@ SLICES = Refusal(
     text=r"Adafactor is not known to update each element on its own, and ZeRO stage \d gives an optimizer slices",
 )
 
+NOTHING_SPLIT = Refusal(
+    stages=(0,),
+    reason="what moves out is a rank's share of the states, and at stage 0 every rank has all of them",
+    text="a shard of the states is what moves out, and ZeRO stage 0 has none",
+)
+NO_SHARDS = Refusal(
+    stages=(0, 1, 2),
+    reason="what moves out is a rank's shard of the parameters, and below stage 3 they are whole",
+    text=r"shards of parameters are what moves out, and ZeRO stage \d has none",
+)
+ALL_NORMS = Refusal(
+    reason="norms over all parameters come before any update, so all states would have to be in memory at once",
+    text="Lamb needs the norms of all parameters before it updates one",
+    beside=("LAMB",),
+)
+
 TORCH_MOMENTS = Refusal(
     precisions=("bf16 without masters", "fp16 without masters"),
     reason="torch's optimizers keep moments in the format of the weights, and the configuration asks for fp32",
@@ -300,6 +316,20 @@ FEATURES: Mapping[str, Feature] = {
         tolerance=0.25,
         refused=(NO_OWNER,),
         kinds=("quantised reductions",),
+    ),
+    "states on disk": Feature(
+        config=zero(offload_optimizer={"device": "nvme", "nvme_path": DISK}, sub_group_size=300),
+        refused=(NOTHING_SPLIT, ALL_NORMS),
+        kinds=("states",),
+    ),
+    "half of the states on disk": Feature(
+        config=zero(offload_optimizer={"device": "nvme", "nvme_path": DISK, "ratio": 0.5}, sub_group_size=300),
+        refused=(NOTHING_SPLIT, ALL_NORMS),
+        kinds=("states",),
+    ),
+    "parameters on disk": Feature(
+        config=zero(offload_param={"device": "nvme", "nvme_path": DISK, "max_in_cpu": 0}),
+        refused=(NO_SHARDS,),
     ),
     "frozen in int8": Feature(
         config=zero(zero_quantized_nontrainable_weights=True),

@@ -6,7 +6,7 @@ in plain torch that it is compared with. A feature states both, so the oracle ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -18,6 +18,8 @@ Groups = list[dict[str, Any]]
 """Parameter groups: ``params`` (tensors), ``labels`` (their names), and settings."""
 
 STAGES = (0, 1, 2, 3)
+DISK = "<disk>"
+"""In a configuration: a folder for the cell."""
 
 
 class Side(Protocol):
@@ -320,10 +322,11 @@ def replicas(config: Mapping[str, Any], ranks: int) -> int:
     return ranks // size
 
 
-def tolerance(precision: Precision, features: Iterable[Feature]) -> float:
+def tolerance(precision: Precision, features: Collection[Feature]) -> float:
     """The largest that is stated, times all amplifications."""
     bound, factor = precision.tolerance, 1.0
+    half = precision.half or any(feature.plain.get("wire") is torch.bfloat16 for feature in features)
     for feature in features:
-        bound = max(bound, feature.tolerance, feature.half if precision.half else 0.0)
+        bound = max(bound, feature.tolerance, feature.half if half else 0.0)
         factor *= feature.amplifies
     return bound * factor

@@ -9,6 +9,7 @@ rounds them, unscaled, clipped, and given to an optimizer over the masters. It u
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from parity_models import Batch, Model, batch, build, set_seed
-from parity_recipe import Groups, Recipe
+from parity_recipe import DISK, Groups, Recipe
 
 from drivetrain.comm import Mesh
 from drivetrain.engine import Engine, initialize
@@ -290,7 +291,8 @@ class EngineSide:
         with Init(self.mesh, enabled=recipe.loop.under_init):
             model = recipe.prepare(build(recipe.shape, 11 if recipe.loop.under_init else 11 + self.rank))
         self.models = [model]
-        return initialize(model, recipe.config, mesh=self.mesh, **recipe.given(model))
+        config = json.loads(json.dumps(recipe.config).replace(DISK, f"{self.folder}-disk"))
+        return initialize(model, config, mesh=self.mesh, **recipe.given(model))
 
     def _masters(self) -> dict[str, torch.Tensor]:
         named = dict(self.engine.module.named_parameters())
@@ -374,6 +376,7 @@ class EngineSide:
 
     def _resume(self) -> None:
         self.engine.save(self.folder)
+        self.engine.close()
         self.engine = self._make()
         self.engine.load(self.folder)
 
@@ -385,6 +388,7 @@ class EngineSide:
         self.result.parameters = self._masters()
         self.result.shown = dict(self.engine.sharded.full_parameters())
         self.result.buffers = {name: b.clone() for name, b in self.engine.module.named_buffers()}
+        self.engine.close()
         return self.result
 
 
