@@ -122,7 +122,7 @@ def gone(offload: OffloadActivations) -> None:
     offload.synchronize()
     left = offload.statistics()
     assert (left.resident, left.host, left.files) == (0, 0, 0)
-    assert offload._store._arena.free == offload._store._arena.size
+    assert offload._store._mover.empty
 
 
 # ------------------------------------------------------------------------------------------------------------ gradients
