@@ -199,7 +199,7 @@ def nothing_left(offload: OffloadActivations) -> None:
     offload.synchronize()
     found = offload.statistics()
     assert (found.resident, found.host, found.files) == (0, 0, 0)
-    assert offload._store._arena.free == offload._store._arena.size
+    assert offload._store._mover.empty
 
 
 @pytest.mark.parametrize("force", [False, True])

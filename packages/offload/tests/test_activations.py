@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.kernels import instruction_sets
 from drivetrain.offload import ActivationOptions, OffloadActivations, activations
+from drivetrain.offload.activation_tiers import CopyLink
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native core is not built")
 
@@ -94,8 +98,7 @@ def make(place: Path, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch, 
     folders = [place / f"drive{index}" for index in range(chosen.pop("drives", 0))]
     for folder in folders:
         folder.mkdir(exist_ok=True)
-    if chosen.pop("later", False):
-        monkeypatch.setattr(activations, "CopyLink", LaterLink)
+    monkeypatch.setattr(activations, "CopyLink", LaterLink if chosen.pop("later", False) else CopyLink)
     return OffloadActivations(ActivationOptions(nvme=tuple(folders), **chosen), **more)
 
 
@@ -122,7 +125,7 @@ def gone(offload: OffloadActivations) -> None:
     offload.synchronize()
     left = offload.statistics()
     assert (left.resident, left.host, left.files) == (0, 0, 0)
-    assert offload._store._arena.free == offload._store._arena.size
+    assert offload._store._mover.empty
 
 
 # ------------------------------------------------------------------------------------------------------------ gradients
@@ -572,3 +575,60 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         ActivationOptions(nvme=str(tmp_path))  # type: ignore[arg-type]
     with pytest.raises(NotADirectoryError, match="none' is not a folder"):
         ActivationOptions(nvme=(tmp_path / "none",))
+
+
+# ------------------------------------------------------------------------------------------------------- random graphs
+
+
+def random_graph(seed: int, leaves: list[Tensor]) -> list[Tensor]:
+    """A few losses over operations that save inputs, results, views and parts, some of them used again much later."""
+    choose = random.Random(seed)
+    pool = [leaf * 1.0 for leaf in leaves]
+    for _ in range(25):
+        one, other = choose.choice(pool), choose.choice(pool[-4:])
+        made = choose.choice(
+            [
+                lambda a, b: torch.tanh(a) * b,
+                lambda a, b: (a @ b.t()).softmax(-1),
+                lambda a, b: a.t().sigmoid() + b[:1],
+                lambda a, b: torch.cat([a[:8], b[8:]]).sin(),
+                lambda a, b: a.reshape(8, 32).clone().relu_().view(16, 16) * b[:, 3:4],
+                lambda a, b: torch.stack([a, b]).unbind(0)[1].exp().clamp(max=2.0) * a,
+            ]
+        )(one, other)
+        pool.append(made / (1.0 + made.detach().abs().max()))
+        if len(pool) > 6 and choose.random() < 0.3:
+            pool.pop(choose.randrange(len(pool)))
+    return [each.square().sum() for each in pool[-3:]]
+
+
+@given(seed=st.integers(0, 10_000), setting=st.sampled_from(sorted(SETTINGS)), size=st.sampled_from([1, 600, 3000]))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, setting: str, size: int) -> None:
+    torch.manual_seed(seed)
+    leaves = [torch.randn(16, 16, requires_grad=True) for _ in range(3)]
+    chosen = {**SETTINGS[setting], "prefetch": size, "in_flight": size, "keep_bytes": seed % 3 * size}
+    choose = random.Random(seed)
+    keeps_graph = choose.random() < 0.5
+    order = choose.sample(range(3), 3)
+
+    def run(context: Any) -> list[Tensor]:
+        found: list[Tensor] = []
+        for _ in range(2):
+            with context:
+                losses = random_graph(seed, leaves)
+            for place, index in enumerate(order):
+                last = place == len(order) - 1
+                found += torch.autograd.grad(
+                    losses[index],
+                    leaves,
+                    retain_graph=not last or keeps_graph,
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+        return found
+
+    offload = make(tmp_path, chosen, monkeypatch)
+    same(run(offload), run(nullcontext()))
+    gone(offload)
+    offload.close()

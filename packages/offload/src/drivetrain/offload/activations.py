@@ -27,7 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .activation_order import SavePass
-from .activation_store import ActivationStatistics, Budgets, Handle, RecordStore, Source
+from .activation_records import ActivationStatistics, Handle, Source
+from .activation_store import Budgets, RecordStore
 from .activation_tiers import CopyLink, CudaLink, Link, SameMemory
 
 __all__ = ["ActivationOptions", "ActivationStatistics", "OffloadActivations"]
