@@ -172,14 +172,15 @@ class Outcome:
 class Suite:
     """Folders that one pytest runs, by a Python of its own or the session's.
 
-    `parallel`: its tests use one core each, so one process per core runs them. A package says so in its pyproject.toml
-    (`tool.drivetrain.parallel-tests`); tests that start ranks fill the cores themselves.
+    `parallel`: how its tests are divided among one process per core, in pytest-xdist's words: "worksteal", or "loadfile"
+    where those of a file share what is made once. A package says so in its pyproject.toml
+    (`tool.drivetrain.parallel-tests`); tests that do little but start ranks fill the cores themselves.
     """
 
     name: str
     folders: list[Path]
     python: str = "python"
-    parallel: bool = False
+    parallel: str | None = None
 
 
 def run_pytest(session: nox.Session, suites: Sequence[Suite], marker: str, arguments: Sequence[str]) -> None:
@@ -196,10 +197,10 @@ def run_pytest(session: nox.Session, suites: Sequence[Suite], marker: str, argum
         # 5: nothing collected, which is an answer when someone selects tests and a fault otherwise.
         accepted = [0] if marker in EVERY_CHANGE and not arguments else [0, 5]
         options = ["-q", "--continue-on-collection-errors", f"--junitxml={report}"]
-        if suite.parallel:
-            options += ["--numprocesses", "logical", "--dist", "worksteal"]
+        if suite.parallel is not None:
+            options += ["--numprocesses", "logical", "--dist", suite.parallel]
         pytest = [suite.python, "-m", "pytest", *options, *map(str, suite.folders), "-m", marker, *arguments]
-        environment = {"OMP_NUM_THREADS": "1"} if suite.parallel else {}
+        environment = {"OMP_NUM_THREADS": "1"} if suite.parallel is not None else {}
         try:
             done = session.run(*pytest, env=environment, success_codes=accepted, external=suite.python != "python")
             if done is None:
@@ -226,9 +227,10 @@ def every_change() -> str:
     return EVERY_CHANGE[gpu_present()]
 
 
-def tests_in_parallel(name: str) -> bool:
+def tests_in_parallel(name: str) -> str | None:
     settings = load_toml(PACKAGES[name] / "pyproject.toml").get("tool", {}).get("drivetrain", {})
-    return bool(settings.get("parallel-tests", False))
+    found: str | None = settings.get("parallel-tests")
+    return found
 
 
 def package_suites(names: Sequence[str], python: str = "python", suffix: str = "") -> list[Suite]:
