@@ -172,8 +172,8 @@ class Outcome:
 class Suite:
     """Folders that one pytest runs, by a Python of its own or the session's.
 
-    `parallel`: how its tests are divided among one process per core, in pytest-xdist's words: "worksteal", or "loadfile"
-    where those of a file share what is made once. A package says so in its pyproject.toml
+    `parallel`: how its tests are divided among one process per core, in the words of pytest-xdist: "worksteal", or
+    "loadfile" where those of a file share what is made once. A package says so in its pyproject.toml
     (`tool.drivetrain.parallel-tests`); tests that do little but start ranks fill the cores themselves.
     """
 
