@@ -48,7 +48,7 @@ inline V::Reg scaled(const ProductRun& run, V::Reg sum, const TokenScale& token,
 
 // Adds what a segment has summed.
 template <int kCenter, int kPanels, int kTokens>
-void add_scaled(const ProductRun& run, std::size_t segment, const V::Reg (&sums)[kTokens][kPanels * kVectors],
+inline __attribute__((always_inline)) void add_scaled(const ProductRun& run, std::size_t segment, const V::Reg (&sums)[kTokens][kPanels * kVectors],
                 V::Reg (&totals)[kTokens][kPanels * kVectors]) {
     for (int t = 0; t < kTokens; ++t) {
         const TokenScale token(run, segment, static_cast<std::size_t>(t), kCenter);

@@ -1,6 +1,6 @@
 // AMX: sixteen tokens times sixteen rows and 64 bytes of them in one instruction, of int8 or of bfloat16 with float32 sums. Worth its while
-// from kTileRows tokens on; with fewer, int8 goes the way of AVX-512 VNNI, and gives the same bits there. bfloat16 products are exact, but added in
-// pairs, and subnormals count as zero, so that sums differ in their last bits from those of other instruction sets.
+// from kTileRows tokens of int8 and kManyTokens of bfloat16; fewer go the way of AVX-512 VNNI, with the same bits, and of AVX-512 BF16. Sums of
+// bfloat16 products differ in their last bits from those of other instruction sets: see matmul_avx512_bf16.cpp.
 //
 // A panel's words are a matrix B as the instructions want it, once codes are bytes or pairs of bfloat16: row w holds word w of sixteen rows.
 
@@ -90,11 +90,13 @@ inline void write_pair(V::Reg first, V::Reg second, std::uint32_t* to) {
     _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_castps_si512(second)));
 }
 
-template <Codes kCodes, int kPlace>
+// Pairs in the order of the activations, which is that of `pair_order` with codes of four bits.
+template <Codes kCodes, int kPair>
 void write_pairs(V::Words words, std::uint32_t* to) {
-    if constexpr (kPlace < codes_per_word<kCodes>()) {
-        write_pair(V::code<kCodes, kPlace>(words), V::code<kCodes, kPlace + 1>(words), to);
-        write_pairs<kCodes, kPlace + 2>(words, to + kPanel);
+    constexpr bool kHalves = codes_per_word<kCodes>() == 8;
+    if constexpr (kPair < codes_per_word<kCodes>() / 2) {
+        write_pair(V::code<kCodes, kHalves ? kPair : 2 * kPair>(words), V::code<kCodes, kHalves ? kPair + 4 : 2 * kPair + 1>(words), to);
+        write_pairs<kCodes, kPair + 1>(words, to + kPanel);
     }
 }
 
@@ -239,7 +241,9 @@ void multiply_bf16(const ProductRun& run, std::size_t panels, std::size_t tokens
 }  // namespace
 
 const MatmulKernels* amx_matmul() {
-    static constexpr MatmulKernels table{transpose, expand, multiply, multiply_bytes, multiply_bf16};
+    const MatmulKernels* few = avx512_bf16_matmul();
+    if (few == nullptr) return nullptr;
+    static const MatmulKernels table{transpose, expand, multiply, multiply_bytes, multiply_bf16, few->multiply_few_bf16};
     return &table;
 }
 
