@@ -19,7 +19,7 @@
 namespace drivetrain {
 
 constexpr std::size_t kPanel = 16;     // rows
-constexpr std::size_t kManyTokens = 8;
+constexpr std::size_t kManyTokens = 8;  // of bfloat16: from which on matrix instructions are worth their while
 constexpr std::size_t kSegment = 512;  // elements that are summed before their sum is scaled, at most: 512 * 255 * 127 < 2^24
 
 // How a word holds codes. Signed integers are in two's complement.
