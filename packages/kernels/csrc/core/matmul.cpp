@@ -76,6 +76,19 @@ void transpose_panel(const Product& product, const void* from, std::size_t panel
                             std::min(kPanel, product.weight.out - row), count, static_cast<std::uint32_t*>(to));
 }
 
+// Where a panel lies among all, which are interleaved in fours where codes are integers: those of other formats are expanded one at a time.
+struct PanelPlace {
+    PanelPlace(const Product& product, std::size_t panel) {
+        const std::size_t most = product.integer ? kPiecePanels : 1, first = panel / most * most;
+        step = std::min(most, product.shape.panels - first) * kPanel;
+        start = first * kPanel;
+        inside = (panel - first) * kPanel;
+    }
+    // Of a column of rows that have `columns`: the sixteen rows' elements lie together, those of the next column `step` further on.
+    std::size_t at(std::size_t columns, std::size_t column) const { return start * columns + column * step + inside; }
+    std::size_t start, inside, step;
+};
+
 // The activations as the inner loops read them, with what they need of each segment.
 class Tokens {
 public:
@@ -233,17 +246,19 @@ public:
         const std::size_t elements = segments * shape_.length(segment);
         const std::size_t first_word = shape_.start(segment) * shape_.bits / 32, words = elements * shape_.bits / 32;
         run.codes = codes_of(weight_.rule);
-        run.scale_step = shape_.per_block == 1 ? kPanel : 0;
         if (weight_.panels) {
-            const std::size_t place = (panel * shape_.blocks + block) * kPanel;
-            run.words = static_cast<const std::uint32_t*>(weight_.values) + (panel * shape_.row_words + first_word) * kPanel;
-            run.panel_words = shape_.row_words * kPanel;
-            run.words_left = product_.integer ? shape_.row_words - first_word : 0;
+            const PanelPlace of(product_, panel);
+            const std::size_t place = of.at(shape_.blocks, block);
+            run.words = static_cast<const std::uint32_t*>(weight_.values) + of.at(shape_.row_words, first_word);
+            run.panel_words = run.panel_scales = kPanel;
+            run.word_step = of.step;
+            run.ahead = product_.integer;
             run.scales = weight_.scales + place;
             run.zeros = weight_.zeros != nullptr ? weight_.zeros + place : nullptr;
-            run.panel_scales = shape_.blocks * kPanel;
+            run.scale_step = of.step;
         } else {
             run.words = words_;
+            run.word_step = run.scale_step = kPanel;
             run.panel_words = words * kPanel;
             run.scales = scales_;
             run.zeros = weight_.zeros != nullptr ? zeros_ : nullptr;
@@ -254,8 +269,10 @@ public:
                 if (weight_.zeros != nullptr) transpose(weight_.zeros, panel + i, shape_.blocks, block, blocks, zeros_ + i * run.panel_scales);
             }
         }
+        if (shape_.per_block > 1) run.scale_step = 0;
         if (product_.integer) return;
         product_.loops.expand(weight_.rule.format, run.words, elements, expanded_);
+        run.word_step = kPanel;
         run.words = reinterpret_cast<const std::uint32_t*>(expanded_);
     }
 
@@ -335,7 +352,16 @@ void prepare_weight(const QuantizedWeight& weight, void* values, float* scales, 
     const Shape& shape = product.shape;
     Pool::shared().run(shape.panels, threads, [&](std::size_t panel) {
         const auto move = [&](const void* from, std::size_t words, void* to) {
-            transpose_panel(product, from, panel, words, 0, words, static_cast<std::uint32_t*>(to) + panel * kPanel * words);
+            constexpr std::size_t kSome = 64;
+            std::uint32_t some[kSome * kPanel];
+            const PanelPlace of(product, panel);
+            for (std::size_t first = 0; first < words; first += kSome) {
+                const std::size_t count = std::min(kSome, words - first);
+                transpose_panel(product, from, panel, words, first, count, some);
+                for (std::size_t word = 0; word < count; ++word) {
+                    std::copy_n(some + word * kPanel, kPanel, static_cast<std::uint32_t*>(to) + of.at(words, first + word));
+                }
+            }
         };
         move(weight.values, shape.row_words, values);
         move(weight.scales, shape.blocks, scales);

@@ -18,7 +18,8 @@
 namespace drivetrain {
 
 // [out, in], in % block_size == 0. Panels hold rows in sixteens (the last filled up with zeros): values [panels][words of a row][kPanel]
-// of 32 bits, scales and zeros [panels][blocks of a row][kPanel].
+// of 32 bits, scales and zeros [panels][blocks of a row][kPanel]. Of integers four panels (fewer at the end) lie interleaved, as they are read
+// together and memory is fastest read in one stream: [fours][words of a row][4][kPanel], and so the blocks.
 struct QuantizedWeight {
     QuantRule rule;
     std::size_t out, in;

@@ -102,18 +102,20 @@ void write_pairs(V::Words words, std::uint32_t* to) {
 
 // A panel's codes over a segment as a matrix B, in `room` unless they are one already. kBytes: of bytes, else of bfloat16.
 template <Codes kCodes, bool kBytes>
-const std::uint32_t* as_matrix(const std::uint32_t* words, std::size_t elements, std::uint32_t* room) {
+const std::uint32_t* as_matrix(const std::uint32_t* words, std::size_t step, std::size_t elements, std::uint32_t* room) {
     if constexpr (kBytes && (kCodes == Codes::int8 || kCodes == Codes::uint8)) {
-        return words;
+        if (step == kPanel) return words;
+        for (std::size_t word = 0; word < elements / 4; ++word) _mm512_storeu_si512(room + word * kPanel, V::load_words(words + word * step));
+        return room;
     } else {
         constexpr std::size_t kPerWord = codes_per_word<kCodes>(), kRows = kBytes ? 2 : kPerWord / 2;
         std::uint32_t* to = room;
         if constexpr (kCodes == Codes::f32) {
-            for (std::size_t k = 0; k < elements; k += 2, words += 2 * kPanel, to += kPanel) {
-                write_pair(_mm512_castsi512_ps(V::load_words(words)), _mm512_castsi512_ps(V::load_words(words + kPanel)), to);
+            for (std::size_t k = 0; k < elements; k += 2, words += 2 * step, to += kPanel) {
+                write_pair(_mm512_castsi512_ps(V::load_words(words)), _mm512_castsi512_ps(V::load_words(words + step)), to);
             }
         } else {
-            for (std::size_t k = 0; k < elements; k += kPerWord, words += kPanel, to += kRows * kPanel) {
+            for (std::size_t k = 0; k < elements; k += kPerWord, words += step, to += kRows * kPanel) {
                 const V::Words own = V::load_words(words);
                 if constexpr (kBytes) {
                     _mm512_storeu_si512(to, V::nibbles<kCodes, 0>(own));
@@ -186,11 +188,12 @@ template <Codes kCodes, bool kBytes, int kPanels>
 void multiply_panels(const ProductRun& run, std::size_t tokens, std::size_t rows, std::size_t elements) {
     using X = std::conditional_t<kBytes, std::int8_t, std::uint16_t>;
     alignas(64) std::uint32_t room[2][kSegment * kPanel * sizeof(X) / 4];
-    const std::size_t segment_words = run.length / codes_per_word<kCodes>() * kPanel;
+    const std::size_t segment_words = run.length / codes_per_word<kCodes>() * run.word_step;
     for (std::size_t segment = 0; segment < run.segments; ++segment) {
         const std::uint32_t* matrices[2] = {};
         for (std::size_t panel = 0; panel < kPanels; ++panel) {
-            matrices[panel] = as_matrix<kCodes, kBytes>(run.words + panel * run.panel_words + segment * segment_words, run.length, room[panel]);
+            const std::uint32_t* words = run.words + panel * run.panel_words + segment * segment_words;
+            matrices[panel] = as_matrix<kCodes, kBytes>(words, run.word_step, run.length, room[panel]);
         }
         std::size_t token = 0;
         for (; token + 2 * kTileRows <= tokens; token += 2 * kTileRows) {

@@ -58,12 +58,12 @@ inline __m512i float_of_byte(__m512i a) {
     return _mm512_castps_si512(_mm512_cvtepi32_ps(top));
 }
 
-// Codes of sixteen rows in pairs of bfloat16, in the order in which activations come.
+// Codes of sixteen rows in pairs of bfloat16, in the order in which activations come. `step`: to the next word.
 template <Codes kCodes>
-inline void unpack_pairs(const std::uint32_t* words, __m512i (&pairs)[pairs_at_once<kCodes>()]) {
+inline void unpack_pairs(const std::uint32_t* words, std::size_t step, __m512i (&pairs)[pairs_at_once<kCodes>()]) {
     const __m512i own = V::load_words(words);
     if constexpr (kCodes == Codes::f32) {
-        pairs[0] = pair_of(own, V::load_words(words + kPanel));
+        pairs[0] = pair_of(own, V::load_words(words + step));
     } else if constexpr (kCodes == Codes::int4 || kCodes == Codes::uint4) {
         pairs[0] = V::nibble_pairs<kCodes, 0>(own);
         pairs[1] = V::nibble_pairs<kCodes, 1>(own);
@@ -98,7 +98,7 @@ void unpacking_tile(const ProductRun& run) {
 #pragma GCC unroll 4
             for (std::size_t panel = 0; panel < kPanels; ++panel) {
                 __m512i pairs[kPairs];
-                unpack_pairs<kCodes>(run.words + panel * run.panel_words + word * kPanel, pairs);
+                unpack_pairs<kCodes>(run.words + panel * run.panel_words + word * run.word_step, run.word_step, pairs);
 #pragma GCC unroll 4
                 for (std::size_t pair = 0; pair < kPairs; ++pair) {
 #pragma GCC unroll 4
@@ -174,10 +174,10 @@ void multiply_panels(const ProductRun& run, std::size_t tokens) {
     for (std::size_t segment = 0; segment < run.segments; ++segment) {
         std::uint32_t* to = room;
         for (std::size_t panel = 0; panel < kPanels; ++panel) {
-            const std::uint32_t* words = run.words + panel * run.panel_words + segment * words_each * kPanel;
-            for (std::size_t word = 0; word < words_each; word += kWords, words += kWords * kPanel, to += kPairs * kPanel) {
+            const std::uint32_t* words = run.words + panel * run.panel_words + segment * words_each * run.word_step;
+            for (std::size_t word = 0; word < words_each; word += kWords, words += kWords * run.word_step, to += kPairs * kPanel) {
                 __m512i pairs[kPairs];
-                unpack_pairs<kCodes>(words, pairs);
+                unpack_pairs<kCodes>(words, run.word_step, pairs);
                 for (std::size_t pair = 0; pair < kPairs; ++pair) _mm512_store_si512(to + pair * kPanel, pairs[pair]);
             }
         }

@@ -28,13 +28,14 @@ enum class Codes : std::uint8_t { int8, uint8, int4, uint4, f32 };
 // Some panels times some tokens, over consecutive segments of one length (a multiple of 16).
 struct ProductRun {
     Codes codes;
-    const std::uint32_t* words;  // of the first panel, at the first segment; the next panel's lie `panel_words` further on
+    const std::uint32_t* words;  // of the first panel, at the first segment: kPanel; the next panel's lie `panel_words` further on
     std::size_t panel_words;
-    std::size_t words_left;  // of a row from `words` to its end, where the next panel's begin; 0 where there is nothing to read ahead
+    std::size_t word_step;  // from a word of a panel to the next
+    bool ahead;             // whether what follows in memory is what will be read next, so that it is worth asking for
     const float* scales;  // [kPanel] per segment; the next panel's lie `panel_scales` further on
     const float* zeros;   // likewise, or null
     std::size_t panel_scales;
-    std::size_t scale_step;  // kPanel, or 0 where the segments are parts of one block
+    std::size_t scale_step;  // from a segment to the next, 0 where the segments are parts of one block
     const void* x;  // the first token's activations at the first segment; the next token's lie `x_stride` elements further on
     std::size_t x_stride;
     const float* x_scales;  // one per token, or null for ones; those of the next segment lie `x_tokens` further on
