@@ -51,6 +51,7 @@ FLAGS_BY_SOURCE = {
     "matmul_avx2.cpp": AVX2,
     "matmul_avx512.cpp": AVX512,
     "matmul_avx512_vnni.cpp": [*AVX512, "-mavx512vnni"],
+    "matmul_avx512_bf16.cpp": [*AVX512, "-mavx512vnni", "-mavx512bf16"],
     "matmul_amx.cpp": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }
 

@@ -191,14 +191,15 @@ void bind_matmul(py::module_& module) {
     module.def(
         "quantized_matmul",
         [](const QuantizedWeight& weight, std::uintptr_t x, int x_dtype, std::size_t tokens, std::uintptr_t bias, int bias_dtype, std::uintptr_t y,
-           int y_dtype, int activations, int threads) {
-            if (activations < 0 || activations > 1) throw py::value_error("unknown activations " + std::to_string(activations));
+           int y_dtype, bool int8_activations, int default_threads) {
+            const int setting = drivetrain::Pool::setting(), threads = setting > 0 ? setting : default_threads;
+            const auto activations = int8_activations ? drivetrain::Activations::int8 : drivetrain::Activations::native;
             const DenseArray from = dense(x, x_dtype), added = dense(bias, bias_dtype), to = dense(y, y_dtype);
             const py::gil_scoped_release released;
-            drivetrain::quantized_matmul(from, tokens, weight, added, to, static_cast<drivetrain::Activations>(activations), threads);
+            drivetrain::quantized_matmul(from, tokens, weight, added, to, activations, threads);
         },
         py::arg("weight"), py::arg("x"), py::arg("x_dtype"), py::arg("tokens"), py::arg("bias"), py::arg("bias_dtype"), py::arg("y"),
-        py::arg("y_dtype"), py::arg("activations"), py::arg("threads"));
+        py::arg("y_dtype"), py::arg("int8_activations"), py::arg("default_threads"));
 }
 
 struct ReleaseQueue {

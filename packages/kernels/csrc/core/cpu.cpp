@@ -83,7 +83,7 @@ std::vector<KernelTable> find_usable() {
     add(features.avx2, "avx2", avx2_kernels(), avx2_matmul());
     add(features.avx512, "avx512", avx512_kernels(), avx512_matmul());
     add(features.avx512_vnni, "avx512_vnni", avx512_kernels(), avx512_vnni_matmul());
-    add(features.avx512_bf16, "avx512_bf16", avx512_bf16_kernels(), avx512_vnni_matmul());
+    add(features.avx512_bf16, "avx512_bf16", avx512_bf16_kernels(), avx512_bf16_matmul());
     add(features.amx, "amx", avx512_bf16_kernels(), amx_matmul());
     return usable;
 }

@@ -16,8 +16,8 @@ namespace {
 constexpr std::size_t kPiecePanels = 4;   // panels that are worked on at a time
 constexpr std::size_t kTurns = 8;         // about how many pieces a thread takes
 constexpr std::size_t kTokenBlock = 128;  // tokens whose sums are kept at a time
+constexpr std::size_t kLeastBlock = 32;   // and how few they may become where there are few panels: unpacking is worth less then
 constexpr std::size_t kBatchRun = 1024;   // about how many elements of a row stay in cache while all tokens pass over them
-constexpr std::size_t kManyTokens = 8;    // from which on loops for many tokens are worth their while
 constexpr std::size_t kMostBlocks = kSegment / kGroup;  // in a run of a weight without panels
 constexpr std::size_t kWorthThreads = 1 << 17;  // bytes of weight, times a measure of tokens, below which waking threads costs more than it brings
 
@@ -76,11 +76,24 @@ void transpose_panel(const Product& product, const void* from, std::size_t panel
                             std::min(kPanel, product.weight.out - row), count, static_cast<std::uint32_t*>(to));
 }
 
+// Where a panel lies among all, which are interleaved in fours where codes are integers: those of other formats are expanded one at a time.
+struct PanelPlace {
+    PanelPlace(const Product& product, std::size_t panel) {
+        const std::size_t most = product.integer ? kPiecePanels : 1, first = panel / most * most;
+        step = std::min(most, product.shape.panels - first) * kPanel;
+        start = first * kPanel;
+        inside = (panel - first) * kPanel;
+    }
+    // Of a column of rows that have `columns`: the sixteen rows' elements lie together, those of the next column `step` further on.
+    std::size_t at(std::size_t columns, std::size_t column) const { return start * columns + column * step + inside; }
+    std::size_t start, inside, step;
+};
+
 // The activations as the inner loops read them, with what they need of each segment.
 class Tokens {
 public:
     Tokens(const DenseArray& x, std::size_t tokens, const Product& product, Activations activations, int threads)
-        : product_(product), shape_(product.shape), count_(tokens), form_(form_of(x, tokens, product, activations)) {
+        : product_(product), shape_(product.shape), count_(tokens), form_(form_of(x, product, activations)) {
         if (activations == Activations::int8) {
             quantise(x, threads);
         } else if (form_ == Form::floats && x.dtype != Dtype::f32) {
@@ -93,12 +106,14 @@ public:
         read_ = static_cast<const char*>(form_ == Form::bytes ? bytes_.get() : floats_ != nullptr ? floats_.get() : x.data);
         if (form_ == Form::bytes || product.weight.zeros != nullptr) add_up(threads);
         if (form_ == Form::bytes && shape_.bits == 4) each_token(threads, [&](std::size_t token) { reorder(bytes_.get() + token * shape_.in); });
+        if (form_ == Form::bf16 && shape_.bits == 4) pair_up(static_cast<const std::uint16_t*>(x.data), threads);
     }
 
     // The inner loop for tokens like these.
     auto loop() const {
         const MatmulKernels& loops = product_.loops;
-        return form_ == Form::bytes ? loops.multiply_bytes : form_ == Form::bf16 ? loops.multiply_bf16 : loops.multiply;
+        if (form_ == Form::bf16) return count_ < kManyTokens ? loops.multiply_few_bf16 : loops.multiply_bf16;
+        return form_ == Form::bytes ? loops.multiply_bytes : loops.multiply;
     }
 
     // Sets what a run needs to know of the tokens from `token` on.
@@ -114,10 +129,10 @@ public:
 private:
     enum class Form : std::uint8_t { floats, bytes, bf16 };
 
-    static Form form_of(const DenseArray& x, std::size_t tokens, const Product& product, Activations activations) {
+    static Form form_of(const DenseArray& x, const Product& product, Activations activations) {
         const MatmulKernels& loops = product.loops;
         if (activations == Activations::int8) return product.integer && loops.multiply_bytes != nullptr ? Form::bytes : Form::floats;
-        return x.dtype == Dtype::bf16 && tokens >= kManyTokens && loops.multiply_bf16 != nullptr ? Form::bf16 : Form::floats;
+        return x.dtype == Dtype::bf16 && loops.multiply_bf16 != nullptr ? Form::bf16 : Form::floats;
     }
 
     std::size_t element_bytes() const { return form_ == Form::floats ? sizeof(float) : form_ == Form::bf16 ? 2 : 1; }
@@ -188,11 +203,25 @@ private:
         }
     }
 
+    // `pair_order`, into memory of its own.
+    void pair_up(const std::uint16_t* x, int threads) {
+        halves_.reset(new std::uint16_t[count_ * shape_.in]);
+        each_token(threads, [&](std::size_t token) {
+            const std::uint16_t* from = x + token * shape_.in;
+            std::uint16_t* to = halves_.get() + token * shape_.in;
+            for (std::size_t i = 0; i < shape_.in; i += 8) {
+                for (std::size_t k = 0; k < 8; ++k) to[i + pair_order(k)] = from[i + k];
+            }
+        });
+        read_ = reinterpret_cast<const char*>(halves_.get());
+    }
+
     const Product& product_;
     const Shape& shape_;
     std::size_t count_;
     Form form_;
     std::unique_ptr<float[]> floats_;
+    std::unique_ptr<std::uint16_t[]> halves_;
     std::unique_ptr<std::int8_t[]> bytes_;
     std::vector<float> scales_, sums_;  // [segments][tokens]
     const char* read_ = nullptr;
@@ -217,17 +246,19 @@ public:
         const std::size_t elements = segments * shape_.length(segment);
         const std::size_t first_word = shape_.start(segment) * shape_.bits / 32, words = elements * shape_.bits / 32;
         run.codes = codes_of(weight_.rule);
-        run.scale_step = shape_.per_block == 1 ? kPanel : 0;
         if (weight_.panels) {
-            const std::size_t place = (panel * shape_.blocks + block) * kPanel;
-            run.words = static_cast<const std::uint32_t*>(weight_.values) + (panel * shape_.row_words + first_word) * kPanel;
-            run.panel_words = shape_.row_words * kPanel;
-            run.words_left = product_.integer ? shape_.row_words - first_word : 0;
+            const PanelPlace of(product_, panel);
+            const std::size_t place = of.at(shape_.blocks, block);
+            run.words = static_cast<const std::uint32_t*>(weight_.values) + of.at(shape_.row_words, first_word);
+            run.panel_words = run.panel_scales = kPanel;
+            run.word_step = of.step;
+            run.ahead = product_.integer;
             run.scales = weight_.scales + place;
             run.zeros = weight_.zeros != nullptr ? weight_.zeros + place : nullptr;
-            run.panel_scales = shape_.blocks * kPanel;
+            run.scale_step = of.step;
         } else {
             run.words = words_;
+            run.word_step = run.scale_step = kPanel;
             run.panel_words = words * kPanel;
             run.scales = scales_;
             run.zeros = weight_.zeros != nullptr ? zeros_ : nullptr;
@@ -238,8 +269,10 @@ public:
                 if (weight_.zeros != nullptr) transpose(weight_.zeros, panel + i, shape_.blocks, block, blocks, zeros_ + i * run.panel_scales);
             }
         }
+        if (shape_.per_block > 1) run.scale_step = 0;
         if (product_.integer) return;
         product_.loops.expand(weight_.rule.format, run.words, elements, expanded_);
+        run.word_step = kPanel;
         run.words = reinterpret_cast<const std::uint32_t*>(expanded_);
     }
 
@@ -319,7 +352,16 @@ void prepare_weight(const QuantizedWeight& weight, void* values, float* scales, 
     const Shape& shape = product.shape;
     Pool::shared().run(shape.panels, threads, [&](std::size_t panel) {
         const auto move = [&](const void* from, std::size_t words, void* to) {
-            transpose_panel(product, from, panel, words, 0, words, static_cast<std::uint32_t*>(to) + panel * kPanel * words);
+            constexpr std::size_t kSome = 64;
+            std::uint32_t some[kSome * kPanel];
+            const PanelPlace of(product, panel);
+            for (std::size_t first = 0; first < words; first += kSome) {
+                const std::size_t count = std::min(kSome, words - first);
+                transpose_panel(product, from, panel, words, first, count, some);
+                for (std::size_t word = 0; word < count; ++word) {
+                    std::copy_n(some + word * kPanel, kPanel, static_cast<std::uint32_t*>(to) + of.at(words, first + word));
+                }
+            }
         };
         move(weight.values, shape.row_words, values);
         move(weight.scales, shape.blocks, scales);
@@ -333,14 +375,19 @@ void quantized_matmul(const DenseArray& x, std::size_t tokens, const QuantizedWe
     const std::size_t bytes = product.shape.row_words * sizeof(std::uint32_t) * weight.out;
     if (bytes * (1 + tokens / 4) < kWorthThreads) threads = 1;
     const Tokens prepared(x, tokens, product, activations, threads);
-    // A thread takes neighbours, so that what it reads ahead is its own, but little enough that all end together.
-    const std::size_t groups = divided_up(product.shape.panels, kPiecePanels);
-    const std::size_t each = std::max<std::size_t>(1, groups / (static_cast<std::size_t>(threads) * kTurns));
-    Pool::shared().run(divided_up(groups, each), threads, [&](std::size_t index) {
+    // A thread takes neighbours, so that what it reads ahead is its own, but little enough that all end together; where that makes few pieces,
+    // it takes fewer tokens at a time.
+    const std::size_t groups = divided_up(product.shape.panels, kPiecePanels), wanted = static_cast<std::size_t>(threads) * kTurns;
+    const std::size_t each = std::max<std::size_t>(1, groups / wanted), rows = divided_up(groups, each);
+    std::size_t block = kTokenBlock;
+    while (threads > 1 && block > kLeastBlock && rows * divided_up(tokens, block) < wanted) block /= 2;
+    const std::size_t cuts = rows < wanted ? std::max<std::size_t>(1, divided_up(tokens, block)) : 1;
+    Pool::shared().run(rows * cuts, threads, [&](std::size_t index) {
         Piece piece(product, prepared, bias, y);
-        for (std::size_t group = index * each; group < std::min(groups, (index + 1) * each); ++group) {
-            for (std::size_t token = 0; token < tokens; token += kTokenBlock) {
-                piece.run(group * kPiecePanels, token, std::min(kTokenBlock, tokens - token));
+        const std::size_t first = index / cuts * each, last = std::min(groups, first + each);
+        for (std::size_t group = first; group < last; ++group) {
+            for (std::size_t token = index % cuts * block; token < tokens; token += cuts * block) {
+                piece.run(group * kPiecePanels, token, std::min(block, tokens - token));
             }
         }
     });

@@ -5,8 +5,9 @@
 // Idea: matmul_kernels.h: rows are the lanes of vectors. A weight may be kept in that order ("panels", made once by `prepare_weight`); one
 // in the order of quantize.h is brought into it piece by piece in cache, with the same result.
 // Invariants: a token's result depends on neither the number of threads nor on whether the weight was prepared. int8 activations with int8 and
-// int4 codes give the same bits on all instruction sets; native ones of 16 bits do too, with any codes, and don't depend on the
-// other tokens, but for bfloat16 where matrix instructions multiply many tokens (matmul_amx.cpp).
+// int4 codes give the same bits on all instruction sets; native ones of 16 bits do too, with any codes, but for bfloat16 where there are
+// instructions for it (matmul_avx512_bf16.cpp, matmul_amx.cpp). No result depends on the other tokens, but for the latter ones on whether
+// they are many.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,8 @@
 namespace drivetrain {
 
 // [out, in], in % block_size == 0. Panels hold rows in sixteens (the last filled up with zeros): values [panels][words of a row][kPanel]
-// of 32 bits, scales and zeros [panels][blocks of a row][kPanel].
+// of 32 bits, scales and zeros [panels][blocks of a row][kPanel]. Of integers four panels (fewer at the end) lie interleaved, as they are read
+// together and memory is fastest read in one stream: [fours][words of a row][4][kPanel], and so the blocks.
 struct QuantizedWeight {
     QuantRule rule;
     std::size_t out, in;

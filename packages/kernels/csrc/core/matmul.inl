@@ -48,7 +48,7 @@ inline V::Reg scaled(const ProductRun& run, V::Reg sum, const TokenScale& token,
 
 // Adds what a segment has summed.
 template <int kCenter, int kPanels, int kTokens>
-void add_scaled(const ProductRun& run, std::size_t segment, const V::Reg (&sums)[kTokens][kPanels * kVectors],
+inline __attribute__((always_inline)) void add_scaled(const ProductRun& run, std::size_t segment, const V::Reg (&sums)[kTokens][kPanels * kVectors],
                 V::Reg (&totals)[kTokens][kPanels * kVectors]) {
     for (int t = 0; t < kTokens; ++t) {
         const TokenScale token(run, segment, static_cast<std::size_t>(t), kCenter);
@@ -63,29 +63,27 @@ void add_scaled(const ProductRun& run, std::size_t segment, const V::Reg (&sums)
 template <int kPanels>
 inline void load_words(const ProductRun& run, std::size_t word, V::Words (&words)[kPanels * kVectors]) {
     for (int i = 0; i < kPanels * kVectors; ++i) {
-        words[i] = V::load_words(run.words + static_cast<std::size_t>(i / kVectors) * run.panel_words + word * kPanel +
+        words[i] = V::load_words(run.words + static_cast<std::size_t>(i / kVectors) * run.panel_words + word * run.word_step +
                                  static_cast<std::size_t>(i % kVectors * V::lanes));
     }
 }
 
-// The processor guesses what comes next within a page only, and rows of panels may be shorter than that: so it is told. After its
-// last word a panel goes on in the one that is `kPanels` further on, when the next ones have their turn.
+// The processor guesses what comes next within a page only, so it is told.
 template <int kPanels>
 inline void read_ahead(const ProductRun& run, std::size_t word) {
-    constexpr std::size_t kAhead = 16;  // words: one kibibyte
-    if (run.words_left == 0) return;
-    const std::size_t jump = word + kAhead < run.words_left ? 0 : (kPanels - 1) * run.panel_words;
-    for (int panel = 0; panel < kPanels; ++panel) {
-        __builtin_prefetch(run.words + static_cast<std::size_t>(panel) * run.panel_words + (word + kAhead) * kPanel + jump);
-    }
+    constexpr std::size_t kAhead = 16;  // words
+    if (!run.ahead) return;
+    for (std::size_t panel = 0; panel < kPanels; ++panel) __builtin_prefetch(run.words + panel * run.panel_words + (word + kAhead) * run.word_step);
 }
 
 template <int kPanels>
 inline void read_scales_ahead(const ProductRun& run, std::size_t segment) {
-    if (run.words_left == 0) return;
-    for (std::size_t panel = kPanels; panel < 2 * kPanels; ++panel) {
-        __builtin_prefetch(run.scales + panel * run.panel_scales + segment * run.scale_step);
-        if (run.zeros != nullptr) __builtin_prefetch(run.zeros + panel * run.panel_scales + segment * run.scale_step);
+    constexpr std::size_t kAhead = 4;  // segments
+    if (!run.ahead) return;
+    for (std::size_t panel = 0; panel < kPanels; ++panel) {
+        const std::size_t place = panel * run.panel_scales + (segment + kAhead) * run.scale_step;
+        __builtin_prefetch(run.scales + place);
+        if (run.zeros != nullptr) __builtin_prefetch(run.zeros + place);
     }
 }
 

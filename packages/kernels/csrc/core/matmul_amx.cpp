@@ -1,6 +1,6 @@
 // AMX: sixteen tokens times sixteen rows and 64 bytes of them in one instruction, of int8 or of bfloat16 with float32 sums. Worth its while
-// from kTileRows tokens on; with fewer, int8 goes the way of AVX-512 VNNI, and gives the same bits there. bfloat16 products are exact, but added in
-// pairs, and subnormals count as zero, so that sums differ in their last bits from those of other instruction sets.
+// from kTileRows tokens of int8 and kManyTokens of bfloat16; fewer go the way of AVX-512 VNNI, with the same bits, and of AVX-512 BF16. Sums of
+// bfloat16 products differ in their last bits from those of other instruction sets: see matmul_avx512_bf16.cpp.
 //
 // A panel's words are a matrix B as the instructions want it, once codes are bytes or pairs of bfloat16: row w holds word w of sixteen rows.
 
@@ -90,28 +90,32 @@ inline void write_pair(V::Reg first, V::Reg second, std::uint32_t* to) {
     _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_castps_si512(second)));
 }
 
-template <Codes kCodes, int kPlace>
+// Pairs in the order of the activations, which is that of `pair_order` with codes of four bits.
+template <Codes kCodes, int kPair>
 void write_pairs(V::Words words, std::uint32_t* to) {
-    if constexpr (kPlace < codes_per_word<kCodes>()) {
-        write_pair(V::code<kCodes, kPlace>(words), V::code<kCodes, kPlace + 1>(words), to);
-        write_pairs<kCodes, kPlace + 2>(words, to + kPanel);
+    constexpr bool kHalves = codes_per_word<kCodes>() == 8;
+    if constexpr (kPair < codes_per_word<kCodes>() / 2) {
+        write_pair(V::code<kCodes, kHalves ? kPair : 2 * kPair>(words), V::code<kCodes, kHalves ? kPair + 4 : 2 * kPair + 1>(words), to);
+        write_pairs<kCodes, kPair + 1>(words, to + kPanel);
     }
 }
 
 // A panel's codes over a segment as a matrix B, in `room` unless they are one already. kBytes: of bytes, else of bfloat16.
 template <Codes kCodes, bool kBytes>
-const std::uint32_t* as_matrix(const std::uint32_t* words, std::size_t elements, std::uint32_t* room) {
+const std::uint32_t* as_matrix(const std::uint32_t* words, std::size_t step, std::size_t elements, std::uint32_t* room) {
     if constexpr (kBytes && (kCodes == Codes::int8 || kCodes == Codes::uint8)) {
-        return words;
+        if (step == kPanel) return words;
+        for (std::size_t word = 0; word < elements / 4; ++word) _mm512_storeu_si512(room + word * kPanel, V::load_words(words + word * step));
+        return room;
     } else {
         constexpr std::size_t kPerWord = codes_per_word<kCodes>(), kRows = kBytes ? 2 : kPerWord / 2;
         std::uint32_t* to = room;
         if constexpr (kCodes == Codes::f32) {
-            for (std::size_t k = 0; k < elements; k += 2, words += 2 * kPanel, to += kPanel) {
-                write_pair(_mm512_castsi512_ps(V::load_words(words)), _mm512_castsi512_ps(V::load_words(words + kPanel)), to);
+            for (std::size_t k = 0; k < elements; k += 2, words += 2 * step, to += kPanel) {
+                write_pair(_mm512_castsi512_ps(V::load_words(words)), _mm512_castsi512_ps(V::load_words(words + step)), to);
             }
         } else {
-            for (std::size_t k = 0; k < elements; k += kPerWord, words += kPanel, to += kRows * kPanel) {
+            for (std::size_t k = 0; k < elements; k += kPerWord, words += step, to += kRows * kPanel) {
                 const V::Words own = V::load_words(words);
                 if constexpr (kBytes) {
                     _mm512_storeu_si512(to, V::nibbles<kCodes, 0>(own));
@@ -184,11 +188,12 @@ template <Codes kCodes, bool kBytes, int kPanels>
 void multiply_panels(const ProductRun& run, std::size_t tokens, std::size_t rows, std::size_t elements) {
     using X = std::conditional_t<kBytes, std::int8_t, std::uint16_t>;
     alignas(64) std::uint32_t room[2][kSegment * kPanel * sizeof(X) / 4];
-    const std::size_t segment_words = run.length / codes_per_word<kCodes>() * kPanel;
+    const std::size_t segment_words = run.length / codes_per_word<kCodes>() * run.word_step;
     for (std::size_t segment = 0; segment < run.segments; ++segment) {
         const std::uint32_t* matrices[2] = {};
         for (std::size_t panel = 0; panel < kPanels; ++panel) {
-            matrices[panel] = as_matrix<kCodes, kBytes>(run.words + panel * run.panel_words + segment * segment_words, run.length, room[panel]);
+            const std::uint32_t* words = run.words + panel * run.panel_words + segment * segment_words;
+            matrices[panel] = as_matrix<kCodes, kBytes>(words, run.word_step, run.length, room[panel]);
         }
         std::size_t token = 0;
         for (; token + 2 * kTileRows <= tokens; token += 2 * kTileRows) {
@@ -239,7 +244,9 @@ void multiply_bf16(const ProductRun& run, std::size_t panels, std::size_t tokens
 }  // namespace
 
 const MatmulKernels* amx_matmul() {
-    static constexpr MatmulKernels table{transpose, expand, multiply, multiply_bytes, multiply_bf16};
+    const MatmulKernels* few = avx512_bf16_matmul();
+    if (few == nullptr) return nullptr;
+    static const MatmulKernels table{transpose, expand, multiply, multiply_bytes, multiply_bf16, few->multiply_few_bf16};
     return &table;
 }
 

@@ -109,7 +109,7 @@ private:
 namespace drivetrain {
 
 const MatmulKernels* avx2_matmul() {
-    static constexpr MatmulKernels table{transpose, expand, multiply, multiply_bytes, nullptr};
+    static constexpr MatmulKernels table{transpose, expand, multiply, multiply_bytes, nullptr, nullptr};
     return &table;
 }
 

@@ -50,7 +50,7 @@ struct V : Avx512Products {
 namespace drivetrain {
 
 const MatmulKernels* avx512_matmul() {
-    static constexpr MatmulKernels table{transpose, expand, multiply, multiply_bytes, nullptr};
+    static constexpr MatmulKernels table{transpose, expand, multiply, multiply_bytes, nullptr, nullptr};
     return &table;
 }
 

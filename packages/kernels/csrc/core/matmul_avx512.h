@@ -39,11 +39,17 @@ struct Avx512Products {
         } else if constexpr (kCodes == Codes::int8 || kCodes == Codes::uint8) {
             const Words own = kCodes == Codes::int8 ? a : _mm512_xor_si512(a, _mm512_set1_epi8(-128));
             return _mm512_cvtepi32_ps(_mm512_srai_epi32(kPlace < 3 ? _mm512_slli_epi32(own, 24 - 8 * kPlace) : own, 24));
-        } else {  // a table of sixteen numbers is one register, and its look-up sees the lowest four bits of a lane only
-            const Reg table = kCodes == Codes::int4 ? _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1)
-                                                    : _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-            return _mm512_permutexvar_ps(kPlace > 0 ? _mm512_srli_epi32(a, 4 * kPlace) : a, table);
+        } else {  // of two that are bfloat16 in the halves of a lane
+            const Words two = nibble_pairs<kCodes, kPlace % 4>(a);
+            return _mm512_castsi512_ps(kPlace < 4 ? _mm512_slli_epi32(two, 16) : _mm512_and_si512(two, _mm512_set1_epi32(-65536)));
         }
+    }
+
+    // Codes kPair and kPair + 4 of int4 words in the halves of a lane, as bfloat16: the look-up in a register sees the lowest five bits of
+    // a half, of which one is another code's, so the table has everything twice.
+    template <Codes kCodes, int kPair>
+    static Words nibble_pairs(Words a) {
+        return _mm512_permutexvar_epi16(kPair > 0 ? _mm512_srli_epi32(a, 4 * kPair) : a, nibble_table<kCodes>());
     }
 
     // Half of the codes of int4 words, as bytes from 0 to 15: of int4 8 more than the code.
@@ -64,6 +70,14 @@ struct Avx512Products {
     }
 
 private:
+    template <Codes kCodes>
+    static Words nibble_table() {
+        // bfloat16 of 0 to 7 and -8 to -1, two in each word.
+        const __m256i low = _mm256_setr_epi32(0x3f800000, 0x40404000, 0x40a04080, 0x40e040c0, static_cast<int>(0xc0e0c100), static_cast<int>(0xc0a0c0c0),
+                                              static_cast<int>(0xc040c080), static_cast<int>(0xbf80c000));
+        return _mm512_broadcast_i64x4(kCodes == Codes::int4 ? low : _mm256_permute2x128_si256(low, low, 1));
+    }
+
     static void transpose16(const unsigned char* from, std::size_t stride, __mmask16 mask, std::size_t count, std::uint32_t* to) {
         __m512i a[16], b[16];
         for (std::size_t i = 0; i < 16; ++i) {

@@ -55,7 +55,7 @@ struct V {
 namespace drivetrain {
 
 const MatmulKernels* baseline_matmul() {
-    static constexpr MatmulKernels table{transpose, expand, multiply, nullptr, nullptr};
+    static constexpr MatmulKernels table{transpose, expand, multiply, nullptr, nullptr, nullptr};
     return &table;
 }
 

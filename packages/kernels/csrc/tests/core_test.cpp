@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -224,6 +225,9 @@ void test_products() {
                             const std::string what = std::string("products of ") + table->name;
                             require(agree(found, expected, activations == Activations::int8 && integers), what);
                             require(agree(product(weight.raw, tokens, dtype, activations, 2), found, true), what + " without panels");
+                            if (dtype == Dtype::bf16 && std::string(table->name) == "amx") continue;  // its few tokens go another way
+                            std::vector<float> first = product(weight.raw, 1, dtype, activations, 1);
+                            require(std::memcmp(first.data(), found.data(), out * sizeof(float)) == 0, what + " of a token alone");
                         }
                     }
                 }
@@ -255,6 +259,13 @@ void test_pool() {
         });
     }
     for (std::thread& caller : callers) caller.join();
+    // Loops that come while workers look out for them, just when they stop, and when they sleep.
+    for (int repeat = 0; repeat < 300; ++repeat) {
+        std::vector<int> visits(8, 0);
+        pool.run(visits.size(), 4, [&](std::size_t piece) { ++visits[piece]; });
+        for (const int count : visits) require(count == 1, "every piece once, after a rest");
+        std::this_thread::sleep_for(std::chrono::microseconds(repeat % 150));
+    }
 }
 
 // Cuts transfers short, interrupts them, refuses direct ones and fails from some offset on.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +77,32 @@ class QuantizedWeight:
         prepare = resolve("prepare_weight", self.quantized.values.device)
         return prepare(*self.quantized.stored, rule=self.quantized.rule, out_features=self.out_features)
 
+    @cached_property
+    def product(self) -> Callable[[Tensor, Tensor | None, Activations], Tensor]:
+        """`product(x, bias, activations)` of checked operands, x [tokens, in_features]: what each token would else find
+        out again."""
+        prepared, (values, scales, zeros) = self.prepared, self.quantized.stored
+        if callable(prepared):
+            return cast("Callable[[Tensor, Tensor | None, Activations], Tensor]", prepared)
+        multiply = resolve("quantized_matmul", values.device)
+        rule, rows = self.quantized.rule, self.out_features
+
+        def product(x: Tensor, bias: Tensor | None, activations: Activations) -> Tensor:
+            y: Tensor = multiply(
+                x, values, scales, zeros, rule=rule, out_features=rows, bias=bias, activations=activations
+            )
+            return y
+
+        return product
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the weight lies."""
+        return self.quantized.values.device
+
     def __getstate__(self) -> dict[str, Any]:
         """The fields alone: a copy prepares itself again."""
-        return {name: value for name, value in self.__dict__.items() if name != "prepared"}
+        return {name: self.__dict__[name] for name in ("quantized", "out_features", "in_features", "prepare")}
 
 
 def quantize_weight(weight: Tensor, rule: QuantizationRule, *, prepare: bool = True) -> QuantizedWeight:
@@ -97,17 +120,19 @@ def quantize_weight(weight: Tensor, rule: QuantizationRule, *, prepare: bool = T
     )
 
 
-def _check_operands(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, activations: str) -> None:
+def _check_operands(
+    x: Tensor, shape: torch.Size, weight: QuantizedWeight, bias: Tensor | None, activations: str
+) -> None:
     if x.dtype not in _DTYPES:
         raise TypeError(
             f"quantized_linear: x has dtype {x.dtype}; expected float32, bfloat16 or float16: convert it first"
         )
-    if x.dim() == 0 or x.shape[-1] != weight.in_features:
+    if not shape or shape[-1] != weight.in_features:
         raise ValueError(
-            f"quantized_linear: x has the shape {tuple(x.shape)}; its last dimension must be the weight's "
+            f"quantized_linear: x has the shape {tuple(shape)}; its last dimension must be the weight's "
             f"in_features={weight.in_features}"
         )
-    device = weight.quantized.values.device
+    device = weight.device
     if x.device != device:
         raise ValueError(f"quantized_linear: x lies on {x.device}, the weight on {device}; move one of them")
     if activations not in ("native", "int8"):
@@ -138,20 +163,12 @@ def quantized_linear(
     block size) to int8 with a scale of its own first, and sums integers, which is faster where the CPU multiplies bytes
     (see `drivetrain.kernels.instruction_sets`) and with many tokens. No gradient is defined.
     """
-    _check_operands(x, weight, bias, activations)
-    quantized = weight.quantized
-    rows = x.reshape(x.shape[:-1].numel(), weight.in_features).contiguous()
-    prepared = weight.prepared
-    y: Tensor = resolve("quantized_matmul", x.device)(
-        rows,
-        *quantized.stored,
-        rule=quantized.rule,
-        out_features=weight.out_features,
-        bias=bias,
-        activations=activations,
-        **({} if prepared is None else {"prepared": prepared}),
-    )
-    return y.view(*x.shape[:-1], weight.out_features)
+    shape = x.shape
+    _check_operands(x, shape, weight, bias, activations)
+    if len(shape) == 2 and x.is_contiguous():
+        return weight.product(x, bias, activations)
+    rows = x.reshape(shape[:-1].numel(), weight.in_features).contiguous()
+    return weight.product(rows, bias, activations).view(*shape[:-1], weight.out_features)
 
 
 class QuantizedLinear(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,17 +16,45 @@ from drivetrain.kernels.quantize_rules import QuantizationRule
 from drivetrain.kernels.torch_ops.matmul import Activations
 from drivetrain.kernels.torch_ops.quantize import Stored
 
-__all__ = ["Panels", "prepare_weight", "quantized_matmul"]
+__all__ = ["NativeWeight", "prepare_weight", "quantized_matmul"]
 
-_ACTIVATIONS: Final[Mapping[str, int]] = MappingProxyType({"native": 0, "int8": 1})
+_DTYPES: Final[Mapping[torch.dtype, int]] = MappingProxyType(
+    {dtype: dtype_number(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Panels:
-    """A weight whose rows lie interleaved in sixteens, as the inner loops read them; `handle` points into `stored`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeWeight:
+    """A weight as the core sees it: `handle` points into `stored`, whose rows may be interleaved in sixteens.
+
+    Calling it is `quantized_matmul` with that weight. That happens once per token and layer, after which a small weight
+    takes the processor's caches: few objects are touched on the way.
+    """
 
     stored: Stored
     handle: Any
+    out_features: int
+    multiply: Callable[..., None]
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, activations: Activations = "native") -> Tensor:
+        """`x @ W.T + bias` for a contiguous x [tokens, in]."""
+        tokens = x.shape[0]
+        y = x.new_empty(tokens, self.out_features)
+        dtype = _DTYPES[x.dtype]
+        added, added_dtype = (0, 0) if bias is None else (bias.data_ptr(), _DTYPES[bias.dtype])
+        self.multiply(
+            self.handle,
+            x.data_ptr(),
+            dtype,
+            tokens,
+            added,
+            added_dtype,
+            y.data_ptr(),
+            dtype,
+            activations == "int8",
+            torch.get_num_threads(),
+        )
+        return y
 
 
 def _handle(stored: Stored, rule: QuantizationRule, shape: tuple[int, int], panels: bool) -> Any:
@@ -36,7 +64,7 @@ def _handle(stored: Stored, rule: QuantizationRule, shape: tuple[int, int], pane
 
 def prepare_weight(
     values: Tensor, scales: Tensor, zeros: Tensor | None, *, rule: QuantizationRule, out_features: int
-) -> Panels:
+) -> NativeWeight:
     """The weight in panels: as many bytes as it has, rows filled up to a multiple of 16."""
     columns = scales.numel() // max(out_features, 1) * rule.block_size
     rows = core().panel_rows(out_features)
@@ -48,7 +76,8 @@ def prepare_weight(
     shape = (out_features, columns)
     source = _handle((values, scales, zeros), rule, shape, panels=False)
     core().prepare_weight(source, stored_array(panels, rule), get_num_threads())
-    return Panels(stored=panels, handle=_handle(panels, rule, shape, panels=True))
+    handle = _handle(panels, rule, shape, panels=True)
+    return NativeWeight(stored=panels, handle=handle, out_features=out_features, multiply=core().quantized_matmul)
 
 
 def quantized_matmul(
@@ -61,26 +90,12 @@ def quantized_matmul(
     out_features: int,
     bias: Tensor | None = None,
     activations: Activations = "native",
-    prepared: Panels | None = None,
+    prepared: NativeWeight | None = None,
 ) -> Tensor:
     """`torch_ops.matmul.quantized_matmul`: the weight is read once per 64 tokens and unpacked in registers."""
-    tokens, columns = x.shape
-    y = torch.empty((tokens, out_features), dtype=x.dtype)
-    dtype = dtype_number(x.dtype)
     if prepared is None:
-        handle = _handle((values, scales, zeros), rule, (out_features, columns), panels=False)
-    else:
-        handle = prepared.handle
-    core().quantized_matmul(
-        handle,
-        x.data_ptr(),
-        dtype,
-        tokens,
-        0 if bias is None else bias.data_ptr(),
-        0 if bias is None else dtype_number(bias.dtype),
-        y.data_ptr(),
-        dtype,
-        _ACTIVATIONS[activations],
-        get_num_threads(),
-    )
-    return y
+        stored = (values, scales, zeros)
+        handle = _handle(stored, rule, (out_features, x.shape[1]), panels=False)
+        multiply = core().quantized_matmul
+        prepared = NativeWeight(stored=stored, handle=handle, out_features=out_features, multiply=multiply)
+    return prepared(x, bias, activations)
