@@ -314,7 +314,7 @@ def small_drive(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_drive(small_drive: Path) -> None:
-    offload = OffloadActivations(options(small_drive, host_capacity=0, in_flight=1 << 30))
+    offload = OffloadActivations(options(small_drive, host_capacity=0, in_flight=BYTES))
     with pytest.raises(OSError, match=r"offloaded is lost.*No space left") as caught:
         deep(offload)
     assert caught.value.errno == errno.ENOSPC
