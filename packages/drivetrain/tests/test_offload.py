@@ -105,7 +105,7 @@ def compare(rank: int, world_size: int, folder: str, cases: list[Case]) -> None:
         assert any(store.bytes for store in kept.sharded.stores.all()) or case.optimizer.get("ratio") == 0.0, case
         kept.close()
         plain.close()
-        left = list((Path(folder) / str(number)).rglob(f"drivetrain-offload-*-{rank:05d}"))
+        left = list((Path(folder) / str(number)).glob(f"drivetrain-offload-*-{rank:05d}"))
         assert not left, (case, left)
 
 
