@@ -475,7 +475,7 @@ def test_disabled_phases_do_not_look_at_the_clock() -> None:
 
 
 def test_memory_grows_with_what_is_held() -> None:
-    assert peak_memory_bytes() == peak_memory_bytes("cpu") > 0
+    assert 0 < peak_memory_bytes() == pytest.approx(peak_memory_bytes("cpu"), abs=MIB)  # it may grow in between
     peak = peak_resident_bytes()
     held = b"x" * (256 * MIB)
     if sys.platform == "linux":
