@@ -327,7 +327,7 @@ def branches(make: MakeStore) -> None:
                 check(store, key, origins[key])
             assert store.bytes == 5 * room
         store.fetch("r0")
-        (first, _) = store.branch("r0", "unchanged")
+        store.branch("r0", "unchanged")
         store.release("unchanged", changed=True)
         store.rename("unchanged", "elsewhere")
         store.rename("elsewhere", "r1")  # whose record goes
