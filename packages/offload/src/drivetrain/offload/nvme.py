@@ -242,23 +242,24 @@ class NvmeStore:
             raise not_in_use(key, "branch")
         if not record.filled:
             raise not_filled(key, "branch")
-        assert record.memory is not None
+        memory = record.memory
+        assert memory is not None
         self._forget_for("branch", new_key)
         if record.start is None:
-            found = record.layout.tensors(record.memory)
+            found = record.layout.tensors(memory)
             made = self.create(new_key, found)
             for tensor, value in zip(made, found, strict=True):
                 tensor.copy_(value)
             self._records[new_key].filled = True
             record.phase = Phase.READY
             return made
-        made_record = Record(new_key, record.layout, record.memory, self._take_space(new_key, record.layout.room))
+        made_record = Record(new_key, record.layout, memory, self._take_space(new_key, record.layout.room))
         made_record.filled = True
         record.memory, record.phase = None, Phase.STORED
         del self._bound[key]
         self._records[new_key] = self._bound[new_key] = made_record
         self._listed = False
-        return made_record.layout.tensors(made_record.memory)
+        return record.layout.tensors(memory)
 
     def rename(self, key: str, new_key: str) -> None:
         """The record is under another key from now on, in place of any that was. Nothing is read or written."""
