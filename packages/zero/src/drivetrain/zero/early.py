@@ -18,7 +18,7 @@ Invariants:
 - No rank tells another about it. An update that needs other ranks is never early.
 - Gradients stay where they are until the step.
 
-The price is room for states, and parameters, twice, where they live.
+The price is room for states, and parameters, twice, where they live. Updates run on the thread that runs backward.
 """
 
 from __future__ import annotations
