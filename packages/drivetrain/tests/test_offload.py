@@ -161,7 +161,7 @@ def compare_super(rank: int, world_size: int, folder: str, cases: list[Case]) ->
                 engine.backward(loss)
                 handle.remove()
                 if last:
-                    with pytest.raises(RuntimeError, match="save (between backward and step|in the middle of)"):
+                    with pytest.raises(RuntimeError, match=r"save (between backward and step|in the middle of)"):
                         engine.save(place / "torn")
                 stepped = engine.step().stepped
             assert not stepped, case
