@@ -384,9 +384,9 @@ class ShardedOptimizer:
             if ranks.everyone.rank == 0:
                 log.warning("%s updates matrices on several ranks together, so that no update is early", name)
             return AtStep()
-        apart = [bucket for bucket in self.sharded.trainable_buckets if bucket.homes.states and bucket.own_master]
+        apart = [bucket for bucket in self.sharded.trained_buckets if bucket.homes.states and bucket.own_master]
         if not apart and ranks.everyone.rank == 0:
-            _log.warning("no parameters have master weights of their own in a store, so that no update is early")
+            log.warning("no parameters have master weights of their own in a store, so that no update is early")
         return EarlyUpdates(self.sharded, self, clips=self.max_norm > 0)
 
     def _sum_over_ranks(self, values: torch.Tensor) -> None:
