@@ -1,6 +1,6 @@
 """A model whose states are many times the memory: trained within a limit on the process, everything on a disk.
 
-    python benchmarks/offload/real_size.py FOLDER [--layers 22] [--width 2048] [--steps 5] [--limit-gb 4]
+    python benchmarks/offload/real_size.py FOLDER [--layers 22] [--width 2048] [--steps 5] [--limit-gb 4] [--early]
 
 FOLDER is on the disk to use. 1.2 billion parameters by default: 14 GB of master weights and moments, 2.4 GB of bf16
 parameters, 2.4 GB of gradients. The model is built on the meta device and its first values are drawn as they are read,
@@ -58,17 +58,17 @@ def peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def config(folder: Path, batch: int, sub_group: int) -> dict[str, object]:
+def config(folder: Path, batch: int, sub_group: int, early: bool, clipping: float) -> dict[str, object]:
     where = {"device": "nvme", "nvme_path": str(folder)}
     return {
         "train_micro_batch_size_per_gpu": batch,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": clipping,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": sub_group,
-            "offload_optimizer": where,
+            "offload_optimizer": {**where, "super_offload": early},
             "offload_param": {**where, "max_in_cpu": 0},
         },
     }
@@ -110,8 +110,9 @@ def train(options: argparse.Namespace) -> None:
         model = Decoder(shape)
     numel = sum(p.numel() for p in model.parameters())
     start = peak_resident()
+    settings = config(options.folder, options.batch, options.sub_group, options.early, options.clipping)
     began = time.perf_counter()
-    engine = initialize(model, config(options.folder, options.batch, options.sub_group), weights=Drawn(model))
+    engine = initialize(model, settings, weights=Drawn(model))
     predicted = predict(engine, start)
     print(f"{numel / 1e9:.2f}B parameters, laid out in {time.perf_counter() - began:.0f} s", flush=True)
     generator = torch.Generator().manual_seed(0)
@@ -167,6 +168,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--sub-group", type=int, default=12_000_000)
+    parser.add_argument("--early", action="store_true", help="super_offload: updates begin in backward")
+    parser.add_argument("--clipping", type=float, default=1.0, help="largest norm; early updates need steps below it")
     parser.add_argument("--limit-gb", type=float, default=4.0)
     options = parser.parse_args()
     if THRESHOLD not in os.environ:  # it counts when a process starts

@@ -26,6 +26,7 @@ from drivetrain.engine import CheckpointError, Engine, initialize
 from drivetrain.engine.checkpoint import list_checkpoints
 from drivetrain.engine.config import ConfigError, load
 from drivetrain.offload import NvmeStore
+from drivetrain.zero import EarlyUpdates
 from drivetrain_testkit import RankError, run_ranks
 
 WIDTH, STEPS = 48, 3
@@ -54,6 +55,7 @@ class Case:
     param: dict[str, Any] | None = None
     sub_group_size: int = 2000
     accumulation: int = 1
+    clipping: float = 0.3
 
     def config(self, folder: Path | None) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.stage, "sub_group_size": self.sub_group_size}
@@ -67,7 +69,7 @@ class Case:
         return {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": 0.3,
+            "gradient_clipping": self.clipping,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
             "zero_optimization": zero,
             "bf16": {"enabled": self.precision == "bf16"},
@@ -124,6 +126,62 @@ def pipelines() -> list[Case]:
 
 def test_training_is_the_same_to_the_bit_at_every_setting(tmp_path: Path) -> None:
     run_ranks(compare, 2, str(tmp_path), pipelines(), timeout=110)
+
+
+def super_cases() -> list[Case]:
+    early: dict[str, Any] = {"super_offload": True}
+    return [
+        Case(stage=1, precision="bf16", optimizer=early, clipping=50.0),
+        Case(stage=2, precision="fp16", optimizer={**early, "buffer_count": 2}, accumulation=2, clipping=50.0),
+        Case(stage=3, precision="bf16", optimizer=early, param={}, clipping=50.0),
+        Case(stage=3, precision="bf16", optimizer=early, param={"max_in_cpu": 3000, "buffer_count": 2}, clipping=0.0),
+        Case(stage=3, precision="bf16", optimizer=early, param={}),  # is clipped in every step
+    ]
+
+
+def compare_super(rank: int, world_size: int, folder: str, cases: list[Case]) -> None:
+    """With a learning rate for each step, a batch that overflows, and checkpoints: at once, and where none can be."""
+    mesh = Mesh.create(init())
+    for number, case in enumerate(cases):
+        place, found = Path(folder) / str(number), []
+        for early in (False, True):
+            config = case.config(Path(folder) / f"disk {number}")
+            config["zero_optimization"]["offload_optimizer"]["super_offload"] = early
+            config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
+            engine = initialize(Net(), config, mesh=mesh)
+            results: list[Any] = train(engine, rank, range(3))
+            policy = engine.optimizer.policy  # type: ignore[union-attr]
+            assert isinstance(policy, EarlyUpdates) is early
+            kept = policy.kept if isinstance(policy, EarlyUpdates) else 0
+            assert (kept > 0) is (early and case.clipping != 0.3), case
+            for micro in range(case.accumulation):
+                loss = engine(torch.ones(4, 10)).sum()
+                last = micro == case.accumulation - 1
+                handle = engine.module.inner.weight.register_hook(lambda g, bad=last: g * float("inf") if bad else g)
+                engine.backward(loss)
+                handle.remove()
+                if last:
+                    with pytest.raises(RuntimeError, match=r"save (between backward and step|in the middle of)"):
+                        engine.save(place / "torn")
+                stepped = engine.step().stepped
+            assert not stepped, case
+            if isinstance(policy, EarlyUpdates):
+                assert (policy.fallen > 0) is (case.clipping != 0.3), case
+            engine.save(place / f"checkpoints {early}")
+            results += train(engine, rank, range(3, 5))
+            found.append((results, whole(engine)))
+            engine.close()
+            again = initialize(Net(), config, mesh=mesh)
+            again.load(place / f"checkpoints {early}")
+            assert train(again, rank, range(3, 5)) == results[-2:], case
+            again.close()
+        assert found[0][0] == found[1][0], case
+        for name, value in found[0][1].items():
+            assert torch.equal(found[1][1][name], value), (case, name)
+
+
+def test_updates_that_begin_in_backward_are_the_same_to_the_bit(tmp_path: Path) -> None:
+    run_ranks(compare_super, 2, str(tmp_path), super_cases(), timeout=110)
 
 
 PLACES: dict[str, Case | None] = {
@@ -203,6 +261,10 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
         ),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, "shards of parameters are what moves out, and ZeRO stage 2"),
         ({"stage": 2, "offload_optimizer": {"device": "nvme"}}, 'device "nvme" needs a folder on the disk'),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "none", "super_offload": True}},
+            "only states that are moved out are updated early, and device none keeps them all",
+        ),
         (
             {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n", "buffer_count": 1}},
             "states and gradients are in a buffer each",

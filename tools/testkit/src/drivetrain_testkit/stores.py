@@ -46,6 +46,8 @@ class Store(Protocol):
     def expect(self, keys: Sequence[str]) -> None: ...
     def fetch(self, key: str) -> list[Tensor]: ...
     def release(self, key: str, *, changed: bool) -> None: ...
+    def branch(self, key: str, new_key: str) -> list[Tensor]: ...
+    def rename(self, key: str, new_key: str) -> None: ...
     def drop(self, key: str) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
@@ -118,6 +120,29 @@ class MemoryStore:
             with torch.inference_mode(False):
                 self._kept[key] = [tensor.detach().clone() for tensor in out]
         _spoil(out)
+
+    def branch(self, key: str, new_key: str) -> list[Tensor]:
+        self._note("branch", key, new_key)
+        self._check("branch", key)
+        if key not in self._out:
+            raise RuntimeError(f"branch: record {key!r} is not in use; fetch it first")
+        if new_key in self._out:
+            raise RuntimeError(f"branch: record {new_key!r} is in use; release it first")
+        kept = self._kept[key]
+        if kept is None:
+            raise RuntimeError(f"branch: record {key!r} is new and has not been filled")
+        _spoil(self._out.pop(key))
+        with torch.inference_mode(False):
+            self._kept[new_key], self._out[new_key] = [each.clone() for each in kept], [each.clone() for each in kept]
+        return list(self._out[new_key])
+
+    def rename(self, key: str, new_key: str) -> None:
+        self._note("rename", key, new_key)
+        self._check("rename", key)
+        for each in (key, new_key):
+            if each in self._out:
+                raise RuntimeError(f"rename: record {each!r} is in use; release it first")
+        self._kept[new_key] = self._kept.pop(key)
 
     def drop(self, key: str) -> None:
         self._note("drop", key)
@@ -274,6 +299,46 @@ def changes_are_kept(make: MakeStore) -> None:
                 check(store, key, record)
 
 
+def branches(make: MakeStore) -> None:
+    """A branch has the values of its origin, which stays; it comes in place of it, or goes, at any time."""
+    with opened(make) as store:
+        shapes = like((4000, torch.float32), (7, torch.int64))
+        origins = {f"r{index}": put(store, f"r{index}", shapes, index) for index in range(5)}
+        room = store.bytes // 5
+        for turn in range(3):
+            made = {}
+            for key, wanted in origins.items():
+                store.expect([key, "r0"])
+                store.fetch(key)
+                given = store.branch(key, f"{key} anew")
+                assert same(given, wanted)
+                made[key] = fill(given, 50 * turn + len(made))
+                store.release(f"{key} anew", changed=True)
+            assert store.bytes == 10 * room
+            for key, wanted in origins.items():
+                check(store, key, wanted)
+            for index, (key, wanted) in enumerate(made.items()):
+                if (index + turn) % 2:
+                    store.expect([key])
+                    store.rename(f"{key} anew", key)
+                    origins[key] = wanted
+                else:
+                    store.drop(f"{key} anew")
+                check(store, key, origins[key])
+            assert store.bytes == 5 * room
+        store.fetch("r0")
+        store.branch("r0", "unchanged")
+        store.release("unchanged", changed=True)
+        store.rename("unchanged", "elsewhere")
+        store.rename("elsewhere", "r1")  # whose record goes
+        check(store, "r1", origins["r0"])
+        store.fetch("r2")
+        store.branch("r2", "r3")
+        store.release("r3", changed=True)
+        check(store, "r3", origins["r2"])
+        assert store.bytes == 5 * room
+
+
 def tensors_stay(make: MakeStore) -> None:
     """While a record is in use its tensors keep their memory, whatever else is done."""
     with opened(make) as store:
@@ -349,7 +414,22 @@ def wrong_use(make: MakeStore) -> None:
             store.fetch("a")
         with pytest.raises(RuntimeError, match="create: record 'a' is in use"):
             store.create("a", [])
+        with pytest.raises(RuntimeError, match="branch: record 'a' is new and has not been filled"):
+            store.branch("a", "b")
+        with pytest.raises(RuntimeError, match="rename: record 'a' is in use"):
+            store.rename("a", "b")
         store.release("a", changed=True)
+        with pytest.raises(RuntimeError, match="branch: record 'a' is not in use"):
+            store.branch("a", "b")
+        put(store, "c", like((9, torch.float32)), 1)
+        store.fetch("a")
+        with pytest.raises(RuntimeError, match="rename: record 'a' is in use"):
+            store.rename("c", "a")
+        store.fetch("c")
+        with pytest.raises(RuntimeError, match="branch: record 'c' is in use"):
+            store.branch("a", "c")
+        store.drop("c")
+        store.release("a", changed=False)
         wanted = put(store, "a", like((9, torch.float32)), 1)
         with pytest.raises(RuntimeError, match="'a' is not in use"):
             store.release("a", changed=True)
@@ -357,6 +437,8 @@ def wrong_use(make: MakeStore) -> None:
             lambda: store.fetch("b"),
             lambda: store.release("b", changed=True),
             lambda: store.drop("b"),
+            lambda: store.branch("b", "c"),
+            lambda: store.rename("b", "c"),
             lambda: store.expect(["a", "b"]),
         )
         for unknown in strangers:
@@ -391,6 +473,8 @@ def end(make: MakeStore) -> None:
             lambda: store.release("r0", changed=True),
             lambda: store.expect([]),
             lambda: store.drop("r0"),
+            lambda: store.branch("r0", "r1"),
+            lambda: store.rename("r1", "r2"),
             store.flush,
         ):
             with pytest.raises(ValueError, match="is closed"):
@@ -406,6 +490,8 @@ OPERATIONS: Final = st.lists(
         st.tuples(st.just("release"), st.integers(0, AT_ONCE - 1), st.booleans()),
         st.tuples(st.just("release"), st.integers(0, AT_ONCE - 1), st.booleans()),
         st.tuples(st.just("expect"), st.lists(st.sampled_from(KEYS), max_size=9)),
+        st.tuples(st.just("branch"), st.sampled_from(KEYS), st.sampled_from(KEYS)),
+        st.tuples(st.just("rename"), st.sampled_from(KEYS), st.sampled_from(KEYS)),
         st.tuples(st.just("drop"), st.sampled_from(KEYS)),
         st.tuples(st.just("flush")),
     ),
@@ -452,6 +538,25 @@ class _Model:
         self.store.release(key, changed=changed or key in self.new)
         self.new.discard(key)
 
+    def branch(self, key: str, new_key: str) -> None:
+        """Of a record that is fetched first if it is not in use."""
+        if key in self.out or key not in self.kept or new_key in self.out or key == new_key:
+            return
+        if len(self.out) == AT_ONCE:
+            return
+        self.store.fetch(key)
+        given = self.store.branch(key, new_key)
+        self.seed += 1
+        assert same(given, self.kept[key])
+        self.out[new_key] = (given, fill(given, self.seed))
+        self.kept[new_key] = []
+        self.new.add(new_key)
+
+    def rename(self, key: str, new_key: str) -> None:
+        if key in self.kept and key not in self.out and new_key not in self.out:
+            self.store.rename(key, new_key)
+            self.kept[new_key] = self.kept.pop(key)
+
     def expect(self, keys: list[str]) -> None:
         self.store.expect([key for key in keys if key in self.kept])
 
@@ -495,6 +600,7 @@ STORE_CASES: Final[Mapping[str, Callable[[MakeStore], None]]] = {
         shapes_of_real_tensors,
         replacement,
         changes_are_kept,
+        branches,
         tensors_stay,
         expectations,
         inference_mode,

@@ -235,6 +235,7 @@ def _optimization(
     if precision.moments is not None:
         check_moments(optimizer, precision.master or torch.float32, precision.moments)
     schedule = build_schedule(config.scheduler, optimizer, given.lr_scheduler)
+    section = config.zero_optimization.offload_optimizer
     sharded_optimizer = ShardedOptimizer(
         sharded,
         optimizer,
@@ -242,6 +243,7 @@ def _optimization(
         scaler=precision.loss_scaler(config),
         require_all=not config.zero_optimization.ignore_unused_parameters,
         skip_non_finite=config.bf16.check_grad_overflow if config.bf16.enabled else True,
+        early=section is not None and section.super_offload and sharded.stores.states is not None,
     )
     return sharded_optimizer, schedule
 

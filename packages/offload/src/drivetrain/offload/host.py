@@ -106,6 +106,34 @@ class HostStore:
             raise not_filled(key)
         record.used, record.filled = False, True
 
+    def branch(self, key: str, new_key: str) -> list[Tensor]:
+        """A copy in memory of its own, as `create` makes it; the record itself is released as it was."""
+        self._check_open()
+        record = self._record("branch", key)
+        if not record.used:
+            raise not_in_use(key, "branch")
+        if not record.filled:
+            raise not_filled(key, "branch")
+        if new_key in self._records and self._records[new_key].used:
+            raise in_use("branch", new_key)
+        found = record.layout.tensors(record.memory)
+        made = self.create(new_key, found)
+        self._records[new_key].memory.copy_(record.memory)
+        self._records[new_key].filled = True
+        record.used = False
+        return made
+
+    def rename(self, key: str, new_key: str) -> None:
+        """The record is under another key from now on, in place of any that was. Nothing moves."""
+        self._check_open()
+        record, old = self._record("rename", key), self._records.get(new_key)
+        for each, name in ((record, key), (old, new_key)):
+            if each is not None and each.used:
+                raise in_use("rename", name)
+        if old is not None and old is not record:
+            self.drop(new_key)
+        self._records[new_key] = self._records.pop(key)
+
     def drop(self, key: str) -> None:
         """Forget the record, also one in use, at whose tensors nobody may look any more."""
         self._check_open()

@@ -157,11 +157,7 @@ class NvmeStore:
         a buffer, and OSError (ENOSPC, EFBIG, EDQUOT) where the drive has no room for it; the record is then not made.
         """
         self._begin()
-        old = self._records.get(key)
-        if old is not None:
-            if old.phase is Phase.USED:
-                raise in_use("create", key)
-            self._forget(old)
+        self._forget_for("create", key)
         layout = RecordLayout.of(like)
         record = self._make_resident(key, layout) or self._make_stored(key, layout)
         self._records[key] = record
@@ -234,6 +230,53 @@ class NvmeStore:
         self._read_ahead()
         self._tell()
 
+    def branch(self, key: str, new_key: str) -> list[Tensor]:
+        """A record with the values of one that is in use, which is released as it was; nobody may have written to it.
+
+        Its buffer, and with it the tensors that were fetched, pass on to the new record, which is in use: nothing is
+        copied, but for a record that stays in host memory. Errors as of `create`; then the old one is in use still.
+        """
+        self._begin()
+        record = self._record("branch", key)
+        if record.phase is not Phase.USED:
+            raise not_in_use(key, "branch")
+        if not record.filled:
+            raise not_filled(key, "branch")
+        memory = record.memory
+        assert memory is not None
+        self._forget_for("branch", new_key)
+        if record.start is None:
+            found = record.layout.tensors(memory)
+            made = self.create(new_key, found)
+            for tensor, value in zip(made, found, strict=True):
+                tensor.copy_(value)
+            self._records[new_key].filled = True
+            record.phase = Phase.READY
+            return made
+        made_record = Record(new_key, record.layout, memory, self._take_space(new_key, record.layout.room))
+        made_record.filled = True
+        record.memory, record.phase = None, Phase.STORED
+        del self._bound[key]
+        self._records[new_key] = self._bound[new_key] = made_record
+        self._listed = False
+        return record.layout.tensors(memory)
+
+    def rename(self, key: str, new_key: str) -> None:
+        """The record is under another key from now on, in place of any that was. Nothing is read or written."""
+        self._check_open()
+        record = self._record("rename", key)
+        if record.phase is Phase.USED:
+            raise in_use("rename", key)
+        if key == new_key:
+            return
+        self._forget_for("rename", new_key)
+        record.key = new_key
+        self._records[new_key] = self._records.pop(key)
+        if key in self._bound:
+            self._bound[new_key] = self._bound.pop(key)
+        self._listed = False
+        self._read_ahead()
+
     def drop(self, key: str) -> None:
         """Forget the record, also one in use, at whose tensors nobody may look any more."""
         self._check_open()
@@ -286,25 +329,38 @@ class NvmeStore:
                 f"buffer_bytes to at least {layout.room}, or to None"
             )
         self._make_room()
-        start = self._space.take(layout.room)
+        start = self._take_space(key, layout.room)
+        record = Record(key, layout, self._buffers.take(layout.room), start)
+        self._bound[key] = record
+        return record
+
+    def _take_space(self, key: str, room: int) -> int:
+        """A place for a record in the file, which grows if it must."""
+        start = self._space.take(room)
         if start is None:
-            more = layout.room - self._space.free_at_end
+            more = room - self._space.free_at_end
             self._file.check()  # growing would make a file that was cut off whole again, with zeros
             try:
                 self._file.grow(self._file.size + more)
             except OSError as error:
                 raise OSError(
                     error.errno,
-                    f"rank {self._rank}: record {key!r} takes {layout.room} bytes, for which there is no room: "
+                    f"rank {self._rank}: record {key!r} takes {room} bytes, for which there is no room: "
                     f"{error.strerror}. Free some, name another folder, or keep more in host memory",
                     error.filename,
                 ) from None
             self._space.grow(more)
-            start = self._space.take(layout.room)
+            start = self._space.take(room)
             assert start is not None
-        record = Record(key, layout, self._buffers.take(layout.room), start)
-        self._bound[key] = record
-        return record
+        return start
+
+    def _forget_for(self, doing: str, key: str) -> None:
+        """Make way for a new record."""
+        old = self._records.get(key)
+        if old is not None:
+            if old.phase is Phase.USED:
+                raise in_use(doing, key)
+            self._forget(old)
 
     def _forget(self, record: Record) -> None:
         record.finish()

@@ -75,15 +75,15 @@ def in_use(doing: str, key: str) -> RuntimeError:
     return RuntimeError(f"{doing}: record {key!r} is in use; release it first")
 
 
-def not_in_use(key: str) -> RuntimeError:
+def not_in_use(key: str, doing: str = "release") -> RuntimeError:
     """Released twice, or never fetched."""
-    return RuntimeError(f"release: record {key!r} is not in use; fetch it first, and release it once")
+    return RuntimeError(f"{doing}: record {key!r} is not in use; fetch it first, and release it once")
 
 
-def not_filled(key: str) -> RuntimeError:
+def not_filled(key: str, doing: str = "release") -> RuntimeError:
     """A new record was released as if it held something."""
     return RuntimeError(
-        f"release: record {key!r} is new and has not been filled; release it with changed=True, or drop it"
+        f"{doing}: record {key!r} is new and has not been filled; release it with changed=True, or drop it"
     )
 
 

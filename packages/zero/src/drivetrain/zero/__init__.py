@@ -8,6 +8,7 @@ from drivetrain.zero.api import ModelStateBytes, ShardedModule, shard
 from drivetrain.zero.build import Init, whole
 from drivetrain.zero.codec import INT4_GRADIENTS, INT8_WEIGHTS
 from drivetrain.zero.compiled import CompiledModule, CompileOptions, CompileReport, compile_sharded
+from drivetrain.zero.early import EarlyUpdates, StepPolicy
 from drivetrain.zero.gathering import gathered, resident
 from drivetrain.zero.gathers import Synchronous
 from drivetrain.zero.leaf import LeafRule
@@ -30,6 +31,7 @@ __all__ = [
     "CompileOptions",
     "CompileReport",
     "CompiledModule",
+    "EarlyUpdates",
     "ErrorFeedback",
     "FlatSlice",
     "Init",
@@ -45,6 +47,7 @@ __all__ = [
     "ShardedModule",
     "ShardedOptimizer",
     "StateKind",
+    "StepPolicy",
     "StepResult",
     "Stores",
     "Synchronous",

@@ -124,6 +124,7 @@ class Bucket:
     local: torch.Tensor | Rows | None  # [padded_numel] gradients of this rank that are not reduced yet
     reduced: torch.Tensor | None  # [region] gradients reduced over the ranks that it is split over
     averaged: bool  # `reduced` is reduced over the replicas too
+    gradient_writes: int  # how often `reduced` may have changed
     row_width: int | None  # elements of a row, where gradients are kept and sent as rows
 
     def __init__(
@@ -160,6 +161,7 @@ class Bucket:
         self.local = None
         self.reduced = None
         self.averaged = False
+        self.gradient_writes = 0
         self._squares: torch.Tensor | None = None  # of reduced gradients that live in a store, as they went there
         self.secondary = None
         self.packed = None
@@ -408,12 +410,14 @@ class Bucket:
         home = self.homes.gradients
         if changes:
             self._squares = None
+            self.gradient_writes += 1
         with nullcontext() if home is None or self.reduced is None else home.at_hand(changes=changes):
             yield
 
     def add_reduced(self, gradients: torch.Tensor) -> None:
         """Add to the reduced gradients. ``gradients`` [region] belong to the bucket from here on."""
         home, self.averaged, self._squares = self.homes.gradients, False, None
+        self.gradient_writes += 1
         if self.reduced is not None:
             with self.gradients_at_hand(changes=True):
                 self.reduced.add_(gradients.to(self.reduced.device))
@@ -430,6 +434,7 @@ class Bucket:
             self.homes.gradients.forget()
         self.reduced = None
         self.averaged = False
+        self.gradient_writes += 1
 
     def own_square_sum(self) -> torch.Tensor | None:
         """The sum of squares of the reduced gradients of this rank's shard, a float64 scalar; None without any."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -39,6 +39,7 @@ from drivetrain.zero.adopt import Adopted, adopt
 from drivetrain.zero.api import ShardedModule
 from drivetrain.zero.bucket import Bucket, Slot
 from drivetrain.zero.clip import clip_coefficient, own_square_sum
+from drivetrain.zero.early import AtStep, EarlyUpdates, StepPolicy, SubGroup
 from drivetrain.zero.layout import Piece
 from drivetrain.zero.matrices import Matrix, SlicedMatrices
 from drivetrain.zero.parking import OPTIMIZER_STATE
@@ -126,6 +127,9 @@ class ShardedOptimizer:
         require_all: every optimized parameter must have got a gradient on some rank.
         skip_non_finite: skip the step when a gradient is Inf or NaN, instead of applying it.
         patience: steps skipped in a row, with the loss scale at its minimum, before `NonFiniteGradientError`.
+        early: update what lives in a store within the backward pass that closes a step; see `early`. To the bit the
+            same. What has no master weights of its own is updated at the step, and so is everything where the update
+            of a parameter needs other ranks (Muon on several).
 
     Raises:
         TypeError: ``optimizer`` is no torch optimizer.
@@ -143,6 +147,7 @@ class ShardedOptimizer:
         require_all: bool = False,
         skip_non_finite: bool = True,
         patience: int = 20,
+        early: bool = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"expected a torch.optim.Optimizer, found something of type {type(optimizer).__name__}")
@@ -178,6 +183,7 @@ class ShardedOptimizer:
         sharded.trained.tell(self._take_buckets)
         self._unlisted = frozenset(self._find_unlisted())
         self._told = True
+        self.policy: StepPolicy = self._early_updates() if early else AtStep()
 
     # construction -----------------------------------------------------------------------------------------------------
 
@@ -359,6 +365,30 @@ class ShardedOptimizer:
         if len(self.optimizer.param_groups) != len(self.names):
             self._take_buckets()
 
+    def _early_updates(self) -> StepPolicy:
+        name, ranks = type(self.optimizer).__name__, self.sharded.ranks
+        if self.sharded.stores.states is None:
+            raise ValueError("early updates are those of states that live in a store, and there is none for them")
+        if not self._by_bucket:
+            raise ValueError(
+                f"{name} needs the norms of all parameters before it updates one, so that no update can be early; use "
+                "an optimizer that updates each element on its own, or leave early updates out (super_offload false)"
+            )
+        if ranks.replicas.size > 1:
+            raise ValueError(
+                f"gradients are complete only when they are averaged over the {ranks.replicas.size} replicas, after "
+                "backward, so that no update can be early; shard over all ranks, or leave early updates out "
+                "(super_offload false)"
+            )
+        if self._whole_matrices and ranks.shard.size > 1:
+            if ranks.everyone.rank == 0:
+                log.warning("%s updates matrices on several ranks together, so that no update is early", name)
+            return AtStep()
+        apart = [bucket for bucket in self.sharded.trained_buckets if bucket.homes.states and bucket.own_master]
+        if not apart and ranks.everyone.rank == 0:
+            log.warning("no parameters have master weights of their own in a store, so that no update is early")
+        return EarlyUpdates(self.sharded, self, clips=self.max_norm > 0)
+
     def _sum_over_ranks(self, values: torch.Tensor) -> None:
         all_reduce(values, self.sharded.axis, purpose=f"norms of parameters in optimizer step {self._steps}").wait()
 
@@ -409,6 +439,7 @@ class ShardedOptimizer:
         coefficient = clip_coefficient(norm, self.max_norm)
         try:
             self._update(coefficient / (scale * divisor))
+            self.policy.stepped(coefficient, divisor)
         except BaseException as error:
             self._torn = f"the update of step {self._steps} failed ({type(error).__name__}: {error})"
             raise
@@ -467,6 +498,7 @@ class ShardedOptimizer:
                 f"at loss scale {scale:g}; the first parameter concerned is {self._first_non_finite()}. Lower the "
                 "learning rate, check the inputs of the last batches for NaN, or clip gradients."
             )
+        self.policy.settle(None)
         self.sharded.reducer.clear()
         self.sharded.reducer.step_taken(trusted=False)
         self.scaler.update(overflow=True)
@@ -497,23 +529,15 @@ class ShardedOptimizer:
         written: list[dict[str, Any]] = []
         trained = [sub for sub in self._sub_groups if sub.bucket.trained]
         batches = [[sub] for sub in trained] if self._by_bucket else [trained]
-        expect(home for sub in trained for home in sub.bucket.homes.for_step())
+        self.policy.settle(factor)
+        expect(home for sub in trained for home in self.policy.needs(sub))
         for batch in batches:
-            with ExitStack() as stack:
-                for sub in batch:
-                    stack.enter_context(sub.bucket.gradients_at_hand(changes=False))
-                    stack.enter_context(self._at_hand(sub))
-                    self._give_gradients(sub, factor)
-                written = self._run_optimizer(batch, factor)
-                for sub in batch:
-                    bucket = sub.bucket
-                    for part in sub:
-                        part.tensor.grad = None
-                    bucket.forget_gradients()
-                    bucket.publish_master()
-                    self._tell_autograd(bucket)
-                    if bucket.resident and bucket.split:
-                        arriving.append(self.sharded.parameters.start(bucket, during=f"optimizer step {self._steps}"))
+            early = self.policy.take(batch[0]) if self._by_bucket else None
+            written = self._update_batch(batch, factor) if early is None else early
+            for sub in batch:
+                self._tell_autograd(sub.bucket)
+                if sub.bucket.resident and sub.bucket.split:
+                    arriving.append(self.sharded.parameters.start(sub.bucket, during=f"optimizer step {self._steps}"))
         for group, copy in zip(self.optimizer.param_groups, written, strict=True):
             group.update((key, value) for key, value in copy.items() if key != "params")
         for handle in arriving:
@@ -521,6 +545,41 @@ class ShardedOptimizer:
         torch.clear_autocast_cache()  # rounded copies of what has changed, where autocast reaches beyond a step
         self.sharded.reducer.clear()
         self.sharded.reducer.step_taken(trusted=True)
+
+    def _update_batch(self, batch: Sequence[_SubGroup], factor: float) -> list[dict[str, Any]]:
+        with ExitStack() as stack:
+            for sub in batch:
+                stack.enter_context(sub.bucket.gradients_at_hand(changes=False))
+                stack.enter_context(self._at_hand(sub))
+            written = self._compute(batch, factor)
+            for sub in batch:
+                sub.bucket.forget_gradients()
+                sub.bucket.publish_master()
+        return written
+
+    def _compute(self, batch: Sequence[_SubGroup], factor: float) -> list[dict[str, Any]]:
+        """Update sub-groups whose gradients and states are at hand."""
+        try:
+            for sub in batch:
+                self._give_gradients(sub, factor)
+            return self._run_optimizer(batch, factor)
+        finally:
+            for sub in batch:
+                for part in sub:
+                    part.tensor.grad = None
+
+    def sub_group_of(self, bucket: Bucket) -> SubGroup | None:
+        """What the optimizer has of ``bucket``."""
+        return next((sub for sub in self._sub_groups if sub.bucket is bucket), None)
+
+    def assumed_factor(self, divisor: float) -> float:
+        """What a step that does not clip multiplies gradients by, at the present loss scale."""
+        return 1.0 / (self.scaler.scale * divisor)
+
+    def update_at_hand(self, sub: SubGroup, factor: float) -> list[dict[str, Any]]:
+        """Update ``sub``, whose gradients and states are at hand."""
+        assert isinstance(sub, _SubGroup)
+        return self._compute([sub], factor)
 
     @contextmanager
     def _at_hand(self, sub: _SubGroup) -> Iterator[None]:
@@ -531,16 +590,16 @@ class ShardedOptimizer:
 
     def _move_in(self, sub: _SubGroup) -> None:
         """Where state lives in a store: let there be all state that there is now."""
-        home, living = sub.bucket.homes.states, self._living_with(sub)
+        home, living = sub.bucket.homes.states, self.living_with(sub)
         if home is not None and not home.holds(living):
             home.move_in(living)
 
-    def _living_with(self, sub: _SubGroup) -> list[torch.Tensor]:
+    def living_with(self, sub: SubGroup) -> list[torch.Tensor]:
         """What of ``sub`` lives in a store together: master weights and what the optimizer has of it."""
         masters = [sub.bucket.master] if sub.bucket.own_master else []
         return [*masters, *self._remembered(sub)]
 
-    def _remembered(self, sub: _SubGroup) -> Iterator[torch.Tensor]:
+    def _remembered(self, sub: SubGroup) -> Iterator[torch.Tensor]:
         """What the optimizer has of ``sub``, but for single numbers."""
         for part in sub:
             for value in self.optimizer.state.get(part.tensor, {}).values():
@@ -567,7 +626,7 @@ class ShardedOptimizer:
                 flat = gradients[piece.shard_offset : piece.shard_offset + piece.numel]
                 part.tensor.grad = flat.view(part.tensor.shape)
 
-    def _run_optimizer(self, batch: list[_SubGroup], factor: float) -> list[dict[str, Any]]:
+    def _run_optimizer(self, batch: Sequence[_SubGroup], factor: float) -> list[dict[str, Any]]:
         """Let the optimizer see only the parameters of ``batch``, in copies of its groups, which are returned.
 
         What an optimizer writes into its groups, such as a step count of its own, stays in the copies, so that every
@@ -684,7 +743,7 @@ class ShardedOptimizer:
                     self._scalars[part.tensor, key] = torch.zeros((), dtype=dtype)
         home = sub.bucket.homes.states
         if home is not None:
-            home.remake(self._living_with(sub))
+            home.remake(self.living_with(sub))
 
     def _make_masters(self, names: Collection[str]) -> None:
         """Have slices of frozen parameters in ``names``, as if they had been trained here."""

@@ -23,7 +23,7 @@ gradients (`alike`), each of these is such a mark, and nothing more needs to be 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,10 @@ class _Lane:
         return 0 < self.expected <= len(self.arrived)
 
 
+def _as_it_is(pending: Pending) -> Pending:
+    return pending
+
+
 def _gaps(bucket: Bucket) -> list[slice]:
     """The padding of a bucket, as slices."""
     edges = [(slot.start, slot.start + slot.numel) for slot in bucket.slots]
@@ -73,6 +77,7 @@ class GradientReducer:
         gathers: parameters are gathered in backward; then `due` is called.
 
     Attributes:
+        watch: what is kept of a reduction that was started, in its place.
         alike: in the rest of this backward pass, all ranks come by the same gathers and gradients in the same sequence.
     """
 
@@ -85,6 +90,7 @@ class GradientReducer:
         self._ranks = ranks
         self._overlap = overlap
         self._gathers = gathers
+        self.watch: Callable[[Pending], Pending] = _as_it_is
         self.alike = False
         self._active: list[int] = []  # lanes of what is trained
         self._rows: list[int] = []
@@ -231,7 +237,7 @@ class GradientReducer:
             for gap in lane.gaps:
                 bucket.local[gap].zero_()
         self._make_way(bucket)
-        self._pending.append(self._exchange.start(bucket))
+        self._pending.append(self.watch(self._exchange.start(bucket)))
 
     def _make_way(self, bucket: Bucket) -> None:
         """Before ``bucket`` is sent: finish what must not be under way at the same time."""

@@ -14,7 +14,7 @@ A store is whatever has these methods; ``drivetrain.offload`` has one for host m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,15 @@ class ShardStore(Protocol):
 
     def release(self, key: str, *, changed: bool) -> None:
         """The caller is through with a record; ``changed``: what its tensors hold now is what is to be kept."""
+
+    def branch(self, key: str, new_key: str) -> list[torch.Tensor]:
+        """A new record in place of any old one, in use, with the values of ``key``, which is released as it was.
+
+        ``key`` is in use and has not been written to. Its tensors may be those of the new record.
+        """
+
+    def rename(self, key: str, new_key: str) -> None:
+        """A record that is not in use has another key from now on, in place of any old one. No values are moved."""
 
     def drop(self, key: str) -> None:
         """Forget a record."""
@@ -122,17 +131,46 @@ class _View:
     start: int
 
 
+@dataclass
+class Aside:
+    """What the tensors of a home would be, kept beside them in a record of its own: see `Home.aside`."""
+
+    home: Home
+    key: str
+    since: int  # writes to the home when this was made
+    fields: Sequence[torch.Tensor] = ()
+    views: Sequence[_View] = ()
+    kept: Sequence[tuple[int, torch.dtype]] | None = None
+
+    @property
+    def current(self) -> bool:
+        """Nothing was written to the home since."""
+        return self.since == self.home.writes
+
+    def adopt(self) -> None:
+        """Let this be what the tensors of the home are. Nothing is read or written."""
+        self.home.adopt(self)
+
+    def drop(self) -> None:
+        """Forget it."""
+        self.home.shelf.store.drop(self.key)
+
+
 class Home:
     """Tensors that live in one record of a store. They keep their identity, shape and dtype.
 
     Args:
         shelf: the store.
         key: of the record.
+
+    Attributes:
+        writes: how often the tensors may have been written to.
     """
 
     def __init__(self, shelf: Shelf, key: str) -> None:
         self.key = key
         self.shelf = shelf
+        self.writes = 0
         self._fields: list[torch.Tensor] = []
         self._views: list[_View] = []
         self._kept: list[tuple[int, torch.dtype]] | None = None  # the record's lengths and dtypes
@@ -171,6 +209,7 @@ class Home:
             self._kept = None
         self.hold(fields)
         self._changed = True
+        self.writes += 1
         self.put_away()
 
     def holds(self, fields: Sequence[torch.Tensor]) -> bool:
@@ -185,6 +224,7 @@ class Home:
 
     def admit(self, value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor that lives here, alone, on the store's device, and has this value, in ``dtype`` if that is given."""
+        self.writes += 1
         memory = self.shelf.store.create(
             self.key, [torch.empty(value.numel(), dtype=dtype or value.dtype, device="meta")]
         )
@@ -210,6 +250,7 @@ class Home:
             store = self.shelf.store
             self._point_at(store.create(self.key, self._fields) if anew else store.fetch(self.key))
         self._changed |= changes
+        self.writes += changes
         self._uses += 1
         try:
             yield
@@ -219,6 +260,60 @@ class Home:
                 self.put_away()
             elif not self._uses:
                 self.shelf.linger(self)
+
+    @contextmanager
+    def aside(self, key: str, *, anew: bool = False) -> Iterator[Aside]:
+        """The tensors can be written in this context, and others can come to live here; that is kept aside.
+
+        At its end the tensors are what they were before it, and what they were within it is a record of its own, which
+        can come in the place of this one. ``anew``: nothing is read, for all of the tensors will be written.
+
+        Args:
+            key: of the other record.
+        """
+        self.shelf.make_way()
+        if self._uses or self._kept is None:
+            raise RuntimeError(f"'{self.key}' is at hand, or empty: nothing can be kept beside it")
+        self._await_arrival()
+        made, before = Aside(self, key, self.writes), (self.key, self._fields, self._views, self._kept)
+        memory = self._open_aside(key, anew=anew)
+        self.key = key
+        self._point_at(memory)
+        self._changed, self._uses = True, 1
+        try:
+            yield made
+            self._uses = 0
+            self.put_away()
+            made.fields, made.views, made.kept = self._fields, self._views, self._kept
+        except BaseException:
+            with suppress(KeyError):
+                self.shelf.store.drop(key)
+            raise
+        finally:
+            for tensor in (*before[1], *self._fields, *(view.tensor for view in (*before[2], *self._views))):
+                tensor.data = _placeholder(tensor)
+            self.key, self._fields, self._views, self._kept = before
+            self._memory, self._changed, self._uses = None, False, 0
+
+    def _open_aside(self, key: str, *, anew: bool) -> list[torch.Tensor]:
+        store = self.shelf.store
+        if anew:
+            return store.create(key, self._fields)
+        store.fetch(self.key)
+        try:
+            return store.branch(self.key, key)
+        except BaseException:
+            store.release(self.key, changed=False)
+            raise
+
+    def adopt(self, made: Aside) -> None:
+        """Let ``made`` be what the tensors are; see `aside`."""
+        self.shelf.make_way()
+        self._await_arrival()
+        self.shelf.store.rename(made.key, self.key)
+        self._fields, self._views = list(made.fields), list(made.views)
+        self._kept = None if made.kept is None else list(made.kept)
+        self.writes += 1
 
     def put_away(self) -> None:
         """Nobody looks at the tensors any more."""
@@ -243,12 +338,12 @@ class Home:
         self.shelf.store.release(self.key, changed=changed)
 
     def _leave(self, memory: Sequence[torch.Tensor]) -> None:
-        """Give a record back that others come in place of, and keep what is in it."""
+        """Drop a record that another comes in place of, and keep what is in it."""
         places = {flat.data_ptr() for flat in memory if flat.numel()}
         for field in self._fields:
             if field.data_ptr() in places:
                 field.data = field.clone()
-        self.shelf.store.release(self.key, changed=False)
+        self.shelf.store.drop(self.key)
 
     def _bring(self, field: torch.Tensor, memory: torch.Tensor) -> None:
         """Copy to ``memory``; from a GPU to pinned memory without waiting for it."""
@@ -280,6 +375,7 @@ class Home:
         if self._kept is not None:
             self.shelf.store.drop(self.key)
         self._fields, self._views, self._kept, self._changed = [], [], None, False
+        self.writes += 1
 
 
 def expect(homes: Iterable[Home]) -> None:

@@ -174,6 +174,16 @@ def _offload_fits(config: Config) -> Iterator[Conflict]:
             )
 
 
+def _super_offload_of_nothing(config: Config) -> Iterator[Conflict]:
+    section = config.zero_optimization.offload_optimizer
+    if section is not None and section.super_offload and section.device == "none":
+        yield Conflict(
+            path="zero_optimization.offload_optimizer.super_offload",
+            message="only states that are moved out are updated early, and device none keeps them all",
+            hint='write "device": "cpu" or "nvme", or remove the key',
+        )
+
+
 def _even_bucket(config: Config) -> Iterator[Conflict]:
     size = config.zero_optimization.allgather_bucket_size
     if size % 2:
@@ -281,6 +291,10 @@ RULES = (
             ),
         ),
         check=_offload_fits,
+    ),
+    Rule(
+        reads=("zero_optimization.offload_optimizer.super_offload", "zero_optimization.offload_optimizer.device"),
+        check=_super_offload_of_nothing,
     ),
     Rule(reads=("zero_optimization.allgather_bucket_size",), check=_even_bucket),
     Rule(reads=("data_types.param_dtype", "fp16.enabled", "bf16.enabled"), check=_param_dtype),

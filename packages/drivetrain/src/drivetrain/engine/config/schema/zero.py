@@ -114,11 +114,19 @@ class OffloadOptimizer(_Offload):
     ] = 1.0
     super_offload: Annotated[
         Flag,
-        Key("Speculative steps on the host, with rollback; stage 3 only.", PLANNED, feature="SuperOffload"),
+        Key(
+            "Update states that are moved out while backward goes on, and take back what turns out wrong.",
+            differs="Exact to the bit, at stages 1 to 3, on both devices and with any optimizer; it goes on beside "
+            "clipping. While backward runs, states are kept twice.",
+        ),
     ] = False
     cpuadam_cores_perc: Annotated[
         Fraction,
-        Key("Share of the host's cores for the update.", NO_EFFECT, differs="It belongs to SuperOffload."),
+        Key(
+            "Share of the host's cores for the update.",
+            NO_EFFECT,
+            differs="It belongs to SuperOffload, whose updates run in the process of the rank here.",
+        ),
     ] = 0.8
 
 
