@@ -306,7 +306,7 @@ def branches(make: MakeStore) -> None:
         origins = {f"r{index}": put(store, f"r{index}", shapes, index) for index in range(5)}
         room = store.bytes // 5
         for turn in range(3):
-            made = {}
+            made: Any = {}
             for key, wanted in origins.items():
                 store.expect([key, "r0"])
                 store.fetch(key)
