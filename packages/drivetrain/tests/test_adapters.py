@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers")
 
 RANKS, STEPS, VOCABULARY, HIDDEN = 2, 4, 96, 64
 STAGES = (0, 1, 2, 3)
+MOSTLY_THE_LAST = [*(pytest.param(stage, marks=pytest.mark.thorough) for stage in STAGES[:-1]), STAGES[-1]]
 ADAPTED = ("q_proj", "v_proj", "up_proj")
 MERGED = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
 
@@ -143,7 +144,7 @@ def lora(rank: int, world_size: int, dtype: torch.dtype) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.thorough), torch.bfloat16])
 def test_lora_is_that_of_plain_torch_and_only_adapters_travel(dtype: torch.dtype) -> None:
     for wrong in run_ranks(lora, RANKS, dtype, timeout=120):
         assert wrong == []
@@ -196,7 +197,7 @@ def around(rank: int, world_size: int, folder: Path, stage: int) -> dict[str, bo
     return same
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", MOSTLY_THE_LAST)
 def test_what_is_done_with_adapters(tmp_path: Path, stage: int) -> None:
     for same in run_ranks(around, RANKS, tmp_path, stage, timeout=120):
         assert all(same.values()), same
@@ -230,7 +231,7 @@ def attached_late(rank: int, world_size: int, stage: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", MOSTLY_THE_LAST)
 def test_adapters_that_come_late(stage: int) -> None:
     for wrong in run_ranks(attached_late, RANKS, stage, timeout=120):
         assert wrong == []

@@ -217,9 +217,9 @@ class Kill(NamedTuple):
 
 BACKWARD_TO_RENAME = [
     Kill("backward", 4, 1, None, ["global_step3"]),
-    Kill("write", 6, 1, "global_step3", ["global_step3"]),
     Kill("manifest-written", 6, 0, "global_step3", ["global_step3"], ".global_step6.partial-*"),
 ]
+IN_THE_MIDDLE_OF_A_FILE = [Kill("write", 6, 1, None, ["global_step3"])]
 WITH_ITS_DATA_WRITTEN = [Kill("data-written", 6, 1, None, ["global_step3"])]
 
 
@@ -228,6 +228,11 @@ WITH_ITS_DATA_WRITTEN = [Kill("data-written", 6, 1, None, ["global_step3"])]
     ("options", "kills", "last_nproc"),
     [
         pytest.param(("--stage", "0", "--dropout", "0.1"), BACKWARD_TO_RENAME, 2, id="stage 0"),
+        pytest.param(
+            *(("--stage", "2"), IN_THE_MIDDLE_OF_A_FILE, 2),
+            id="stage 2, in the middle of a file",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             *(("--stage", "3"), WITH_ITS_DATA_WRITTEN, 3),
             id="stage 3, and in the end at another world size",

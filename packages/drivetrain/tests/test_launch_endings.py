@@ -113,6 +113,7 @@ def test_ctrl_c_ends_ranks_that_will_not_and_what_they_started(tmp_path: Path) -
     assert not [pid for pid in pids if runs(pid)]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_failed_but_does_not_end_is_ended_and_shown(tmp_path: Path) -> None:
     """Its main thread raised; another thread keeps the process. Its child goes too."""
     body = (
@@ -139,6 +140,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
         wait_for(lambda: not runs(rank), "the rank to end")
 
 
+@pytest.mark.thorough
 def test_a_job_under_nohup_survives_its_terminal(tmp_path: Path) -> None:
     body = "note('rank', os.getpid())\nwhile not Path('go').exists():\n    time.sleep(0.02)\nprint('done')\n"
     with ended(start(tmp_path, body=body, prefix=disposed("SIGHUP", "SIG_IGN"))) as launcher:
@@ -152,6 +154,7 @@ def test_a_job_under_nohup_survives_its_terminal(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- output
 
 
+@pytest.mark.thorough
 def test_a_progress_bar_of_another_rank_comes_as_its_last_state(tmp_path: Path) -> None:
     body = (
         "if rank == '1':\n"

@@ -172,6 +172,7 @@ def load_pairs(rank: int, world_size: int, folder: str, saved: dict[str, Any]) -
             assert all(torch.equal(value, after[name]) for name, value in state_of(engine).items()), case
 
 
+@pytest.mark.thorough
 def test_stages_agree_and_every_checkpoint_loads_into_every_format(tmp_path: Path) -> None:
     """What is loaded is what was saved, rounded to the formats that the run has; training goes on at another stage."""
     saved = run_ranks(train_and_save, 2, str(tmp_path))

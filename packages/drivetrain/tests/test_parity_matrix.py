@@ -40,6 +40,11 @@ def by_crew(cells: Iterable[Cell]) -> dict[Crew, list[Cell]]:
 COVERING = by_crew(MATRIX.covering(most))
 
 
+def most_only(crew: Crew) -> tuple[pytest.MarkDecorator, ...]:
+    """On every change it is the cells of two ranks, and of two hosts."""
+    return () if crew.ranks == 2 or crew.hosts > 1 else (pytest.mark.thorough,)
+
+
 def assert_all_equal_plain_torch(cells: list[Cell], crew: Crew, folder: Path, seconds: float) -> None:
     wrong = run_all(cells, crew, folder, seconds)
     report = "\n\n".join(f"{name}\n{text}" for name, text in wrong.items())
@@ -47,7 +52,7 @@ def assert_all_equal_plain_torch(cells: list[Cell], crew: Crew, folder: Path, se
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("crew", COVERING, ids=str)
+@pytest.mark.parametrize("crew", [pytest.param(crew, marks=most_only(crew), id=str(crew)) for crew in COVERING])
 def test_every_pair_equals_plain_torch(crew: Crew, tmp_path: Path) -> None:
     assert_all_equal_plain_torch(COVERING[crew], crew, tmp_path, 280)
 

@@ -217,6 +217,7 @@ def test_so_it_is_at_every_setting() -> None:
     run_ranks(compare, 2, more_cases(), timeout=550)
 
 
+@pytest.mark.thorough
 def test_so_it_is_with_any_optimizer() -> None:
     run_ranks(compare, 1, [Case(stage=2, optimizer=name, dtype=torch.float16) for name in OPTIMIZERS], timeout=110)
     run_ranks(compare, 2, [Case(stage=3, optimizer="Muon")], timeout=110)
@@ -224,6 +225,7 @@ def test_so_it_is_with_any_optimizer() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
+@pytest.mark.thorough
 def test_so_it_is_with_any_optimizer_at_every_stage() -> None:
     others = [Case(stage=stage, optimizer=name) for stage, name in product((2, 3), OPTIMIZERS) if name != "AdamW"]
     run_ranks(compare, 2, others, timeout=550)

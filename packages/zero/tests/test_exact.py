@@ -176,7 +176,7 @@ ALIKE = {
 }
 TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 5e-3}
 HALF = {f"{dtype} {stage}": Case(stage=stage, dtype=dtype) for dtype in TOLERANCES for stage in range(4)}
-WORLDS = {1: ("plain", "all"), 2: tuple(FEATURES), 3: ("plain", "tied", "all"), 4: ("plain", "all")}
+WORLDS = {1: ("plain", "all"), 2: tuple(FEATURES), 3: ("all",), 4: ("all",)}
 
 
 @pytest.fixture(scope="module")

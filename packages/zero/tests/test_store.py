@@ -193,6 +193,7 @@ def test_so_it_is_whatever_lives_elsewhere() -> None:
     run_ranks(compare, 2, every_subset(), timeout=110)
 
 
+@pytest.mark.thorough
 def test_so_it_is_on_any_ranks() -> None:
     half = torch.bfloat16
     run_ranks(compare, 3, [Case(stage=stage, dtype=half) for stage in (1, 3)], timeout=110)
