@@ -89,7 +89,8 @@ def test_a_job_that_ends_well(tmp_path: Path) -> None:
     """Its ranks see torchrun's variables and the arguments untouched; rank 0 alone is heard, every rank is logged."""
     name = script(
         tmp_path,
-        NOTE + "note()\nprint('out of', os.environ['RANK'])\nprint('error of', os.environ['RANK'], file=sys.stderr)\n",
+        NOTE
+        + "note()\nprint('out of', os.environ['RANK'])\nsys.stderr.write('error of ' + os.environ['RANK'] + '\\n')\n",
     )
     arguments = ["--help", "--nproc", "7", "a b", "$HOME", "${x}", "$", ""]
     done = job(tmp_path, "--nproc", "2", "--log-dir", "logs", name, *arguments, MARK="kept")
@@ -154,7 +155,10 @@ def test_a_module_whose_rank_leaves_with_a_status(tmp_path: Path) -> None:
     script(package, "")
     (package / "__init__.py").touch()
     script(
-        package, NOTE + "note()\nprint('hello', flush=True)\nif os.environ['RANK'] == '0':\n    sys.exit(3)\n", "fit.py"
+        package,
+        NOTE
+        + "note()\nsys.stdout.write('hello\\n')\nif os.environ['RANK'] == '0':\n    sys.exit(3)\n",  # a line at once
+        "fit.py",
     )
     done = job(tmp_path, "-n", "2", "--all-output", "-m", "recipe.fit", "--lr", "0.1", OMP_NUM_THREADS="5")
     assert done.returncode == 3

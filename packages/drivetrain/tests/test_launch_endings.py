@@ -184,7 +184,9 @@ def test_two_nodes_are_one_job_and_a_failure_on_one_ends_both(tmp_path: Path) ->
         "note('rank' + rank, os.getpid())\n"
         "while not all(Path(f'rank{other}').exists() for other in range(int(os.environ['WORLD_SIZE']))):\n"
         "    time.sleep(0.02)\n"
-        "print(os.environ['LOCAL_RANK'], os.environ['GROUP_RANK'], os.environ['MASTER_PORT'], flush=True)\n"
+        "names = ('LOCAL_RANK', 'GROUP_RANK', 'MASTER_PORT')\n"
+        "sys.stdout.write(' '.join(os.environ[name] for name in names) + '\\n')\n"  # a line at once
+        "sys.stdout.flush()\n"
         "if rank == '2':\n"
         "    raise ValueError('bad shard')\n"
         "while 'rank2' in os.listdir() and Path('/proc', Path('rank2').read_text()).exists():\n"
