@@ -172,9 +172,9 @@ class Outcome:
 class Suite:
     """Folders that one pytest runs, by a Python of its own or the session's.
 
-    `parallel`: how its tests are divided among one process per core, in the words of pytest-xdist: "worksteal", or
-    "loadfile" where those of a file share what is made once. A package says so in its pyproject.toml
-    (`tool.drivetrain.parallel-tests`); tests that do little but start ranks fill the cores themselves.
+    `parallel`: how its tests are divided among one process per core, in words of pytest-xdist; None: one process has
+    them all. Those of a package go file by file ("loadfile"), since they share what is made once for a file, unless its
+    pyproject.toml says otherwise (`tool.drivetrain.parallel-tests`).
     """
 
     name: str
@@ -227,10 +227,9 @@ def every_change() -> str:
     return EVERY_CHANGE[gpu_present()]
 
 
-def tests_in_parallel(name: str) -> str | None:
+def tests_in_parallel(name: str) -> str:
     settings = load_toml(PACKAGES[name] / "pyproject.toml").get("tool", {}).get("drivetrain", {})
-    found: str | None = settings.get("parallel-tests")
-    return found
+    return str(settings.get("parallel-tests", "loadfile"))
 
 
 def package_suites(names: Sequence[str], python: str = "python", suffix: str = "") -> list[Suite]:
