@@ -12,43 +12,24 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import torch
+from real_size import batch, build, give_memory_back, outline
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "zero"))
-from real_size import MB, THRESHOLD, Drawn, config
-from transformer import Decoder, Shape
-
-from drivetrain.engine import Engine, initialize
 from drivetrain.zero import EarlyUpdates
 
+NAMES = {False: "at the step", True: "early"}
 SETTLING = 2  # steps in which moments are made, and the files grow
 
 
-def build(options: argparse.Namespace, shape: Shape, early: bool) -> Engine:
-    folder = options.folder / ("early" if early else "at the step")
-    settings = config(folder, options.batch, options.sub_group, early, options.clipping)
-    with torch.device("meta"):
-        model = Decoder(shape)
-    return initialize(model, settings, weights=Drawn(model))
-
-
 def train(options: argparse.Namespace) -> None:
-    shape = Shape(
-        vocabulary=options.vocabulary,
-        width=options.width,
-        layers=options.layers,
-        heads=options.width // 128,
-        hidden=options.width * 11 // 4,
-    )
-    engines = {early: build(options, shape, early) for early in (False, True)}
+    engines = {early: build(outline(options), options, options.folder / NAMES[early], early) for early in NAMES}
     times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     generator = torch.Generator().manual_seed(0)
     for step in range(options.steps):
-        tokens = torch.randint(0, shape.vocabulary, (options.batch, options.length + 1), generator=generator)
+        tokens = batch(options, generator)
         losses = []
         for early, engine in sorted(engines.items(), reverse=step % 2 == 1):
             os.sync()
@@ -70,8 +51,7 @@ def train(options: argparse.Namespace) -> None:
         )
         policy = engine.optimizer.policy if engine.optimizer is not None else None
         kept = f", {policy.kept} updates kept, {policy.fallen} fallen" if isinstance(policy, EarlyUpdates) else ""
-        name = "early" if early else "at the step"
-        print(f"{name}: passes {passes:.2f} s, update {update:.2f} s, both {both:.2f} s{kept}")
+        print(f"{NAMES[early]}: passes {passes:.2f} s, update {update:.2f} s, both {both:.2f} s{kept}")
         engine.close()
 
 
@@ -87,8 +67,7 @@ def main() -> None:
     parser.add_argument("--sub-group", type=int, default=4_000_000)
     parser.add_argument("--clipping", type=float, default=1e4)
     options = parser.parse_args()
-    if THRESHOLD not in os.environ:  # it counts when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, THRESHOLD: str(4 * MB)})
+    give_memory_back()
     options.folder.mkdir(parents=True, exist_ok=True)
     train(options)
 

@@ -98,7 +98,8 @@ def predict(engine: Engine, start: int) -> dict[str, int]:
     return {"pass": common + in_pass, "step": common + in_step}
 
 
-def train(options: argparse.Namespace) -> None:
+def outline(options: argparse.Namespace) -> Decoder:
+    """The model, on the meta device."""
     shape = Shape(
         vocabulary=options.vocabulary,
         width=options.width,
@@ -107,17 +108,37 @@ def train(options: argparse.Namespace) -> None:
         hidden=options.width * 11 // 4,
     )
     with torch.device("meta"):
-        model = Decoder(shape)
+        return Decoder(shape)
+
+
+def build(model: Decoder, options: argparse.Namespace, folder: Path, early: bool) -> Engine:
+    """An engine with everything on the disk, in ``folder``."""
+    settings = config(folder, options.batch, options.sub_group, early, options.clipping)
+    return initialize(model, settings, weights=Drawn(model))
+
+
+def batch(options: argparse.Namespace, generator: torch.Generator) -> torch.Tensor:
+    """Tokens [batch, length + 1]."""
+    return torch.randint(0, options.vocabulary, (options.batch, options.length + 1), generator=generator)
+
+
+def give_memory_back() -> None:
+    """Start this program again with a fixed `THRESHOLD`, unless it has one: it counts when a process starts."""
+    if THRESHOLD not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, THRESHOLD: str(4 * MB)})
+
+
+def train(options: argparse.Namespace) -> None:
+    model = outline(options)
     numel = sum(p.numel() for p in model.parameters())
     start = peak_resident()
-    settings = config(options.folder, options.batch, options.sub_group, options.early, options.clipping)
     began = time.perf_counter()
-    engine = initialize(model, settings, weights=Drawn(model))
+    engine = build(model, options, options.folder, options.early)
     predicted = predict(engine, start)
     print(f"{numel / 1e9:.2f}B parameters, laid out in {time.perf_counter() - began:.0f} s", flush=True)
     generator = torch.Generator().manual_seed(0)
     for step in range(options.steps):
-        tokens = torch.randint(0, shape.vocabulary, (options.batch, options.length + 1), generator=generator)
+        tokens = batch(options, generator)
         began = time.perf_counter()
         loss = engine(tokens[:, :-1], tokens[:, 1:])
         engine.backward(loss)
@@ -172,8 +193,7 @@ def main() -> None:
     parser.add_argument("--clipping", type=float, default=1.0, help="largest norm; early updates need steps below it")
     parser.add_argument("--limit-gb", type=float, default=4.0)
     options = parser.parse_args()
-    if THRESHOLD not in os.environ:  # it counts when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, THRESHOLD: str(4 * MB)})
+    give_memory_back()
     print(within(int(options.limit_gb * 2**30)), flush=True)
     train(options)
 
