@@ -37,6 +37,7 @@ from drivetrain.zero.packed import PACKABLE, PackedShard, PackedSlice
 from drivetrain.zero.policy import Formats
 from drivetrain.zero.ranks import Ranks
 from drivetrain.zero.rows import Rows
+from drivetrain.zero.split import placeholder
 from drivetrain.zero.state import FlatSlice
 from drivetrain.zero.store import Home, flat_slice
 
@@ -236,15 +237,14 @@ class Bucket:
         return flat
 
     def _make_slots(self, parameters: Sequence[NamedParameter]) -> list[Slot]:
-        nothing = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype)
-        nothing = nothing.to(self.axis.device)
+        nothing = placeholder(torch.Size(), self.dtype, self.axis.device)
         slots = []
         for start, named in zip(self.layout.starts, parameters, strict=True):
             shape, numel = named.parameter.shape, named.parameter.numel()
             whole = self.full[start : start + numel].view(shape)
-            placeholder = nothing.expand(shape) if numel else whole
+            away = nothing.expand(shape) if numel else whole
             plain = type(named.parameter) is nn.Parameter
-            slots.append(Slot(named.parameter, named.names, shape, start, numel, whole, placeholder, plain))
+            slots.append(Slot(named.parameter, named.names, shape, start, numel, whole, away, plain))
         return slots
 
     @property
@@ -392,7 +392,7 @@ class Bucket:
     def at_hand(self, *, changes: bool, linger: bool = False) -> Iterator[None]:
         """The master weights, and what the optimizer keeps beside them, can be read, and with ``changes`` written."""
         with ExitStack() as stack:
-            for home in (self.homes.states, self.master_home):
+            for home in dict.fromkeys((self.homes.states, self.master_home)):
                 if home is not None:
                     stack.enter_context(home.at_hand(changes=changes, linger=linger))
             yield

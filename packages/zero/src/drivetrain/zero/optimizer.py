@@ -173,6 +173,7 @@ class ShardedOptimizer:
         self._group_of: dict[int, int] = {}  # by the id of a parameter
         self._tensors: dict[int, torch.Tensor] = {}  # by the id of a parameter: what the optimizer updates of it
         self._sub_groups: list[_SubGroup] = []
+        self._sub_group_of: dict[Bucket, _SubGroup] = {}
         self._told = True  # `_tell_unlisted` has nothing new to say
         self._unlisted: frozenset[int] = frozenset()  # trained parameters in no group that were told of, by id
         self.names: list[list[str]] = []  # by group
@@ -274,6 +275,7 @@ class ShardedOptimizer:
         if self._whole_matrices and sharded.policy.splits_optimizer:
             self.optimizer.matrix_exchange = SlicedMatrices(matrices, sharded.axis)  # type: ignore[attr-defined]
         self._sub_groups = sub_groups
+        self._sub_group_of = {sub.bucket: sub for sub in sub_groups}
         self._told = False
 
     def _slice(self, bucket: Bucket, slot: Slot, piece: Piece) -> torch.Tensor:
@@ -570,7 +572,7 @@ class ShardedOptimizer:
 
     def sub_group_of(self, bucket: Bucket) -> SubGroup | None:
         """What the optimizer has of ``bucket``."""
-        return next((sub for sub in self._sub_groups if sub.bucket is bucket), None)
+        return self._sub_group_of.get(bucket)
 
     def assumed_factor(self, divisor: float) -> float:
         """What a step that does not clip multiplies gradients by, at the present loss scale."""

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from drivetrain.zero.split import placeholder
 from drivetrain.zero.state import FlatSlice
 
 
@@ -189,11 +190,6 @@ class Home:
         """How much is kept."""
         return sum(numel * dtype.itemsize for numel, dtype in self._kept or ())
 
-    @property
-    def numbers(self) -> int:
-        """How many tensors live here."""
-        return len(self._fields)
-
     def move_in(self, fields: Sequence[torch.Tensor]) -> None:
         """These tensors live here from now on, with the values that they have. Others that did are forgotten."""
         with self.at_hand(changes=True):
@@ -201,12 +197,7 @@ class Home:
 
     def remake(self, fields: Sequence[torch.Tensor]) -> None:
         """As `move_in`, for tensors whose values are still to come: nothing is read, so that what is lost may be."""
-        if self._memory is not None:
-            self.shelf.store.release(self.key, changed=False)
-            self._memory = None
-        if self._kept is not None:
-            self.shelf.store.drop(self.key)
-            self._kept = None
+        self._drop_record()
         self.hold(fields)
         self._changed = True
         self.writes += 1
@@ -240,7 +231,7 @@ class Home:
         index = next(index for index, field in enumerate(self._fields) if field is of)
         self._views.append(_View(view, index, start))
         if self._memory is None:
-            view.data = _placeholder(view)
+            _hide(view)
 
     @contextmanager
     def at_hand(self, *, changes: bool, anew: bool = False, linger: bool = False) -> Iterator[None]:
@@ -291,7 +282,7 @@ class Home:
             raise
         finally:
             for tensor in (*before[1], *self._fields, *(view.tensor for view in (*before[2], *self._views))):
-                tensor.data = _placeholder(tensor)
+                _hide(tensor)
             self.key, self._fields, self._views, self._kept = before
             self._memory, self._changed, self._uses = None, False, 0
 
@@ -331,7 +322,7 @@ class Home:
             if field.numel() and field.data_ptr() != memory.data_ptr():
                 self._bring(field, memory)
             for tensor in (field, *(view.tensor for view in self._views if view.field == index)):
-                tensor.data = _placeholder(tensor)  # before the next is copied: what it had is free now
+                _hide(tensor)  # before the next is copied: what it had is free now
         changed, self._changed, self._memory = self._changed, False, None
         if not self.shelf.store.in_memory:
             self._await_arrival()
@@ -369,13 +360,15 @@ class Home:
 
     def forget(self) -> None:
         """Nothing lives here any more."""
-        if self._memory is not None:
-            self.shelf.store.release(self.key, changed=False)
-            self._memory = None
+        self._drop_record()
+        self._fields, self._views, self._changed = [], [], False
+        self.writes += 1
+
+    def _drop_record(self) -> None:
+        """Have none, if there was one, at hand or not."""
         if self._kept is not None:
             self.shelf.store.drop(self.key)
-        self._fields, self._views, self._kept, self._changed = [], [], None, False
-        self.writes += 1
+        self._kept = self._memory = None
 
 
 def expect(homes: Iterable[Home]) -> None:
@@ -389,10 +382,9 @@ def expect(homes: Iterable[Home]) -> None:
         shelf.store.expect(expected)
 
 
-def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like ``tensor`` with no memory to speak of."""
-    nothing = float("nan") if tensor.dtype.is_floating_point else 0
-    return torch.full((), nothing, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+def _hide(tensor: torch.Tensor) -> None:
+    """Have ``tensor`` look at no memory to speak of."""
+    tensor.data = placeholder(tensor.shape, tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True, kw_only=True)
